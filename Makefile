@@ -24,7 +24,7 @@ $(VENV)/.torch: | $(BIN)/python
 
 $(VENV)/.installed: pyproject.toml setup.py $(wildcard backends/cpu/native/*.[chi]*) $(VENV)/.torch
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
-	@$(BIN)/python -W ignore -m trencadis.backends.cpu.native.library
+	@$(BIN)/python -W ignore -m trencadis.backends.cpu.native.kernel_library
 	$(BIN)/python -m compileall -q core backends multimodal server trencadis assets
 	@touch $@
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.reporting import Others, machine, median, report, table
-from trencadis.backends.cpu.native import kernel_table, library, row_kernels
+from trencadis.backends.cpu.native import attention_and_row_kernels, kernel_library, kernel_table
+from trencadis.backends.cpu.native.attention_and_row_kernels import SingleTokenRows
 from trencadis.backends.cpu.native.kernel_table import KernelTable, table_of
-from trencadis.backends.cpu.native.row_kernels import SingleTokenRows
 from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.device.backend import LayerKV
 
@@ -52,7 +52,7 @@ def read_rate(memory: Tensor) -> float:
 
 def kinds(asked: str) -> dict[str, KernelTable]:
     """Tables of the kinds of kernels that run here, by name."""
-    features = library.load_library().features
+    features = kernel_library.load_library().features
     names = [kind for kind in kernel_table.available_kinds() if kind != "amx"]
     found = {kind: replace(table_of(kind, features), bfloat16_pairs=False) for kind in names}
     if PAIRS in features:
@@ -90,7 +90,7 @@ def make_calls(
     out, scale = torch.empty_like(q), size**-0.5
 
     def call(kv: LayerKV) -> Callable[[], None]:
-        return lambda: row_kernels.attend_decode(q, kv, seen, scale, out, chosen)
+        return lambda: attention_and_row_kernels.attend_decode(q, kv, seen, scale, out, chosen)
 
     return count, [call(kv) for kv in caches]
 

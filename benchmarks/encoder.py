@@ -18,10 +18,10 @@ import numpy as np
 from benchmarks.harness.checkpoints import checkpoint
 from benchmarks.harness.reporting import Others, median, quantile, report, table
 from trencadis.assets import demo_path
-from trencadis.core.config import EngineConfig
 from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.step import Encode, Step

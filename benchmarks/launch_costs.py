@@ -17,9 +17,9 @@ from benchmarks.harness.checkpoints import checkpoint
 from benchmarks.harness.reporting import Others, report, table
 from trencadis.assets import demo_path
 from trencadis.core.buckets import Stage
-from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.graphs.graph_manager import LaunchTimer
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.shapes.cost_model import LaunchTime, LaunchTimes, MeasuredCosts, Residual, residuals_of

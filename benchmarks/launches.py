@@ -30,19 +30,24 @@ from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.device_tensor import flatten
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.emulator.launch_scope import LayerReuse, leaf_key, signature
+from trencadis.backends.hpu.emulator.launch_op_recorder import LayerReuse, leaf_key, signature
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.policy import SERVING, policy
+from trencadis.backends.hpu.shape_policy import SERVING, policy
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.graphs.graph_manager import body_of
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.models import model_loader
 from trencadis.core.shapes.bucket_options import BucketOptions
-from trencadis.server.plan.traffic_trace import list_text_launches, list_vision_launches, read_request, replay_needs
+from trencadis.server.plan.trace_plan_comparison import (
+    list_text_launches,
+    list_vision_launches,
+    read_request,
+    replay_needs,
+)
 
 BLOCK, ROWS, TOKENS = 128, 128, 32768
 HEADER = ("launches", "operations", "made, MB", "peak, MB")

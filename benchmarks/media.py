@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw
 
 from benchmarks.harness.reporting import Others, environment, median, quantile, report, table
 from trencadis.multimodal.decode_workers.worker_pool import Job, WorkerPool
-from trencadis.multimodal.images.image_decoder import ImageDecoder
+from trencadis.multimodal.images.image_decode_client import ImageDecoder
 from trencadis.multimodal.images.image_header import inspect_header
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 

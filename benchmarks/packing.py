@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.harness.reporting import report, table
 from benchmarks.traces.generate import image_chat
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig

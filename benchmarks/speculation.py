@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 import llguidance
 
 from benchmarks.harness.reporting import report, table
-from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine import Engine
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.spec.spec_config import SpeculationConfig

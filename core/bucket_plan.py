@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.device_policy import Policy
+from trencadis.core.device_shape_policy import Policy
 
 
 def escape(need: int, unit: int = 1) -> int:

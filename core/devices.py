@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from trencadis.core.cpu_affinity import computing_cpus
-from trencadis.core.device_policy import Policy
+from trencadis.core.device_shape_policy import Policy
 from trencadis.core.errors import StartupError
 from trencadis.core.old_names import find_successors
 
@@ -25,11 +25,11 @@ BUILT = ("cpu", "cuda", "hpu")
 
 SETTLERS = {
     "cuda": "trencadis.backends.cuda.visible_devices",
-    "hpu": "trencadis.backends.hpu.start.hpu_env",
+    "hpu": "trencadis.backends.hpu.start.hpu_process_setup",
 }
 """Torch-free modules with ``settle(environ, index, rank, world) -> DeviceEnv``, which runs before torch is imported."""
 
-TIMERS = {"cuda": "trencadis.backends.cuda.timing.time_report", "hpu": "trencadis.backends.hpu.estimated_times"}
+TIMERS = {"cuda": "trencadis.backends.cuda.time_estimates.time_report", "hpu": "trencadis.backends.hpu.estimated_times"}
 """Modules with ``times(model, ranks, card, rows, context, depth)`` and ``lines(report)``, for ``plan --time``."""
 
 GROUP = "trencadis.backends"
@@ -178,7 +178,7 @@ def policy_of(device: str, name: str = "") -> Policy:
         return policy
     if device not in TABLE:
         raise StartupError(f"--device {device} is none of {', '.join(list_devices())}.")
-    module = f"{TABLE[device]}.policy"
+    module = f"{TABLE[device]}.shape_policy"
     if find_spec(module) is None:
         raise StartupError(f"--device {device}: this backend has no policy yet; its shapes cannot be planned.")
     found: Policy = import_module(module).policy(name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trencadis.core.startup_progress import Warming
+from trencadis.core.startup_progress_and_warmup_pacing import Warming
 
 UNPLANNED = "unplanned"
 SKIP = "skip"

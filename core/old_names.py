@@ -10,16 +10,21 @@ import linecache
 import re
 import traceback
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 _FORMER_MODULES = {
     "backends.conformance.answer_checks": "backends.conformance.tokens",
-    "backends.conformance.check_result": "backends.conformance.result",
+    "backends.conformance.backend_under_test": "backends.conformance.subject backends.conformance.target",
+    "backends.conformance.check_model.checkpoint_checks": "backends.conformance.check_model.suite",
     "backends.conformance.check_model.cpu_reference_model": """
         backends.conformance.check_model.by_hand backends.conformance.check_model.recompute""",
-    "backends.conformance.check_model.checkpoint_checks": "backends.conformance.check_model.suite",
     "backends.conformance.check_model.image_checks": "backends.conformance.check_model.pictures",
     "backends.conformance.check_model.transformers_oracle": "backends.conformance.check_model.oracle",
-    "backends.conformance.harness": "backends.conformance.check_model.slots backends.conformance.rig",
+    "backends.conformance.check_result": "backends.conformance.result",
+    "backends.conformance.check_suite": """
+        backends.conformance.device backends.conformance.speed backends.conformance.suite""",
+    "backends.conformance.launch_harness": """
+        backends.conformance.check_model.slots backends.conformance.harness backends.conformance.rig""",
     "backends.conformance.memory_checks": "backends.conformance.graph_checks backends.conformance.graphs",
     "backends.conformance.op_checks": "backends.conformance.ops",
     "backends.conformance.op_checks_layers": """
@@ -27,8 +32,6 @@ _FORMER_MODULES = {
     "backends.conformance.op_checks_sampling": "backends.conformance.ops_sampling",
     "backends.conformance.op_checks_vision": "backends.conformance.ops_vision",
     "backends.conformance.program_checks": "backends.conformance.programs",
-    "backends.conformance.suite": "backends.conformance.device backends.conformance.speed",
-    "backends.conformance.target": "backends.conformance.subject",
     "backends.cpu.gloo_comm": "backends.cpu.comm",
     "backends.cpu.int8_linear": "backends.cpu.quantised",
     "backends.cpu.native.bounds_checks": "backends.cpu.native.checks",
@@ -36,46 +39,53 @@ _FORMER_MODULES = {
     "backends.cpu.sampler": "backends.cpu.sampling",
     "backends.cuda.kernels.paged_attention_loop": "backends.cuda.kernels.paged_keys",
     "backends.fault_injection": "backends.hooks",
-    "core.checkpoint.checkpoint_source": "core.models.checkpoint_source core.models.collected",
+    "core.checkpoint.checkpoint_weight_source": """
+        core.checkpoint.checkpoint_source core.models.checkpoint_source core.models.collected""",
     "core.checkpoint.config_reader": "core.checkpoint.reading",
+    "core.checkpoint.decoder_config_parsers": "core.checkpoint.decoder_fields",
     "core.checkpoint.decoder_layer_config": "core.checkpoint.layer_parts",
     "core.checkpoint.family": "core.models.family",
     "core.checkpoint.json_fields": "core.checkpoint.fields",
     "core.checkpoint.model_config": "core.checkpoint.share core.checkpoint.stage_share",
-    "core.checkpoint.pooler_config": """
-        core.checkpoint.kv_cache_config core.checkpoint.kv_config core.checkpoint.label_tokens""",
+    "core.checkpoint.model_registry": "core.checkpoint.registry core.models.registry",
     "core.checkpoint.pooling_config": "core.checkpoint.pooling",
+    "core.checkpoint.pooling_resolver": """
+        core.checkpoint.kv_cache_config core.checkpoint.kv_config core.checkpoint.label_tokens
+        core.checkpoint.pooler_config""",
     "core.checkpoint.pytorch_bin": """
         core.checkpoint.archive core.checkpoint.zip_directory core.models.bin_file core.models.pytorch_bin""",
     "core.checkpoint.quant_formats": """
         core.checkpoint.formats core.checkpoint.formats.awq core.checkpoint.formats.bit_packing
-        core.checkpoint.formats.compressed_tensors core.checkpoint.formats.format_table
-        core.checkpoint.formats.fp8 core.checkpoint.formats.gptq core.checkpoint.formats.mxfp4
-        core.checkpoint.formats.raw_weight core.quant.formats core.quant.formats.awq
-        core.quant.formats.bit_packing core.quant.formats.compressed_tensors core.quant.formats.format_table
-        core.quant.formats.fp8 core.quant.formats.gptq core.quant.formats.raw core.quant.formats.raw_weight
-        core.quant.formats.table core.quant.formats.words""",
-    "core.checkpoint.registry": "core.models.registry",
+        core.checkpoint.formats.compressed_tensors core.checkpoint.formats.format_table core.checkpoint.formats.fp8
+        core.checkpoint.formats.gptq core.checkpoint.formats.mxfp4 core.checkpoint.formats.raw_weight
+        core.quant.formats core.quant.formats.awq core.quant.formats.bit_packing
+        core.quant.formats.compressed_tensors core.quant.formats.format_table core.quant.formats.fp8
+        core.quant.formats.gptq core.quant.formats.raw core.quant.formats.raw_weight core.quant.formats.table
+        core.quant.formats.words""",
     "core.checkpoint.state_dict_pickle": "core.checkpoint.opcodes core.checkpoint.pickle_reader",
-    "core.checkpoint.weight_loader": "core.models.loader core.models.weight_loader",
-    "core.checkpoint.weight_source": "core.layers.source core.layers.weight_source",
+    "core.checkpoint.weight_file_reader": "core.checkpoint.weight_loader core.models.loader core.models.weight_loader",
     "core.checkpoint.weight_prefetch": "core.checkpoint.prefetch",
+    "core.checkpoint.weight_source_interface": """
+        core.checkpoint.weight_source core.layers.source core.layers.weight_source""",
     "core.cross_attention_inputs": "core.shapes.cross_attention_inputs",
     "core.device.backend": "core.backend",
     "core.device.communicators": "core.launches.communicators",
     "core.device.launch_tensors": "core.launches.launch_tensors core.launches.tensors",
     "core.device.packed_weights_file": "core.models.packed_file core.models.packed_weights",
+    "core.device_shape_policy": "core.device_policy",
+    "core.engine_config": "core.config",
     "core.errors": """
         core.graphs.oom_errors core.name_suggestions core.nearest multimodal.error_params multimodal.errors""",
     "core.executor.engine_launcher": "core.executor.spawn",
     "core.executor.rendezvous": "core.executor.process_groups",
-    "core.families.bert": "core.families.xlm_roberta",
-    "core.families.llama": "core.families.granite core.families.seed_oss core.families.smollm3",
-    "core.families.mistral": "core.families.ministral3 core.families.mixtral",
-    "core.families.olmo2": "core.families.olmo3",
-    "core.families.qwen2": "core.families.qwen2_moe",
-    "core.families.qwen3": "core.families.qwen3_moe",
-    "core.families.qwen3_5": "core.families.qwen3_5_moe",
+    "core.family_configs": "core.families",
+    "core.family_configs.bert": "core.families.xlm_roberta",
+    "core.family_configs.llama": "core.families.granite core.families.seed_oss core.families.smollm3",
+    "core.family_configs.mistral": "core.families.ministral3 core.families.mixtral",
+    "core.family_configs.olmo2": "core.families.olmo3",
+    "core.family_configs.qwen2": "core.families.qwen2_moe",
+    "core.family_configs.qwen3": "core.families.qwen3_moe",
+    "core.family_configs.qwen3_5": "core.families.qwen3_5_moe",
     "core.kv_cache_format": "core.quant.kv core.quant.kv_cache_format",
     "core.links.authenticated_link": "core.links.keyed_link",
     "core.links.message_link": "core.links.link",
@@ -85,16 +95,17 @@ _FORMER_MODULES = {
         core.layers.attention core.layers.partial core.layers.partial_rotary core.layers.rope
         core.layers.rotary_embedding core.models.rotary_embedding""",
     "core.models.cross_attention": """
-        core.layers.cross_attention core.layers.crossing core.models.cross_attention_decoder
-        core.models.crossing""",
+        core.layers.cross_attention core.layers.crossing core.models.cross_attention_decoder core.models.crossing""",
     "core.models.decoder": "core.models.passing core.models.stage_entry",
     "core.models.gated_delta": "core.models.interleaved_projections",
     "core.models.interface": "core.layers.model_interface",
     "core.models.kv_cache_codes": "core.layers.kv_cache_codes core.quant.kv_cache_codes core.quant.kv_codes",
-    "core.models.linear": """
-        core.layers.apart core.layers.embedding core.layers.linear core.layers.replicated core.models.embedding""",
-    "core.models.mlp": "core.layers.mlp core.layers.norm core.models.norm",
+    "core.models.linear_and_embedding": """
+        core.layers.apart core.layers.embedding core.layers.linear core.layers.replicated core.models.embedding
+        core.models.linear""",
+    "core.models.mlp_and_norms": "core.layers.mlp core.layers.norm core.models.mlp core.models.norm",
     "core.models.moe": "core.layers.experts core.layers.moe",
+    "core.models.per_layer_embeddings": "core.models.layer_inputs",
     "core.models.pooler": "core.layers.pooler",
     "core.quant.online_quant": "core.quant.online",
     "core.quant.quantised_tensor": "core.quant.tensor",
@@ -105,12 +116,14 @@ _FORMER_MODULES = {
     "core.quant.writing.source_checkpoint": "core.quant.writing.stored",
     "core.request": "core.adapter_ref",
     "core.shared_constants": "core.layout",
-    "core.spec.ngram_proposer": "core.spec.draft_source",
-    "core.startup_progress": "core.progress",
+    "core.spec.draft_proposer": "core.spec.draft_source",
+    "core.startup_progress_and_warmup_pacing": "core.progress core.startup_progress",
     "core.structured_outputs": "core.constraints",
+    "core.token_masks": "core.masks",
     "core.vision_config": "core.checkpoint.vision_config",
     "core.weight_files": "core.models.weight_files",
     "multimodal.async_gather": "multimodal.gather",
+    "multimodal.convert_to_rgb": "multimodal.rgb_images",
     "multimodal.decode_workers": "multimodal.workers",
     "multimodal.decode_workers.worker_main": """
         multimodal.decode_workers.job_table multimodal.workers.jobs multimodal.workers.worker""",
@@ -121,8 +134,9 @@ _FORMER_MODULES = {
     "multimodal.glm4v.model": "multimodal.glm4v.tower",
     "multimodal.idefics3": "multimodal.smolvlm",
     "multimodal.idefics3.family": "multimodal.smolvlm.family",
-    "multimodal.images.image_decoder": """
-        multimodal.images.array_images multimodal.images.arrays multimodal.images.decoder""",
+    "multimodal.images.image_decode_client": """
+        multimodal.images.array_images multimodal.images.arrays multimodal.images.decoder
+        multimodal.images.image_decoder""",
     "multimodal.images.image_frontend": "multimodal.images.frontend",
     "multimodal.images.image_header": "multimodal.images.header",
     "multimodal.images.pil_decode": "multimodal.images.decode multimodal.images.image_job multimodal.images.jobs",
@@ -138,12 +152,12 @@ _FORMER_MODULES = {
     "multimodal.pixtral": "multimodal.lines multimodal.mistral3 multimodal.pixtral_tower",
     "multimodal.pixtral.config": """
         multimodal.lines.config multimodal.pixtral.fields multimodal.pixtral.names
-        multimodal.pixtral.pixtral_hf_config multimodal.pixtral.pixtral_weight_names
-        multimodal.pixtral_tower.config""",
+        multimodal.pixtral.pixtral_hf_config multimodal.pixtral.pixtral_weight_names multimodal.pixtral_tower.config""",
     "multimodal.pixtral.family": "multimodal.mistral3.family",
     "multimodal.pixtral.model": "multimodal.lines.model multimodal.pixtral_tower.model",
     "multimodal.placeholders": "multimodal.videos.spoken multimodal.videos.text_timestamps",
-    "multimodal.processor": "multimodal.prepared_video multimodal.videos.items multimodal.videos.prepared_video",
+    "multimodal.processor_interface": """
+        multimodal.prepared_video multimodal.processor multimodal.videos.items multimodal.videos.prepared_video""",
     "multimodal.qwen2_5_vl.window_packing": "multimodal.qwen2_5_vl.packing",
     "multimodal.qwen2_vl.config": "multimodal.qwen2_vl.geometry multimodal.qwen2_vl.patch_geometry",
     "multimodal.qwen2_vl.model": "multimodal.qwen2_vl.tower multimodal.qwen2_vl.vision_tower",
@@ -167,13 +181,13 @@ _FORMER_MODULES = {
     "multimodal.videos.video_frontend": "multimodal.videos.frontend",
     "multimodal.videos.video_job": "multimodal.videos.jobs",
     "multimodal.vit": "multimodal.tiles",
-    "multimodal.vit.base_config": "multimodal.vit",
-    "multimodal.vit.config": "multimodal.tiles.config",
+    "multimodal.vit.tile_image_processor": "multimodal.tiles.processor multimodal.vit.processor",
+    "multimodal.vit.tile_vision_config": "multimodal.tiles.config multimodal.vit.config",
+    "multimodal.vit.tile_vision_model": "multimodal.tiles.model multimodal.vit.model",
     "multimodal.vit.vision_language_config": """
         multimodal.hf_text_config multimodal.texts multimodal.tiles.fields multimodal.vit.hf_vision_config""",
-    "multimodal.vit.model": "multimodal.tiles.model",
-    "multimodal.vit.processor": "multimodal.tiles.processor",
     "multimodal.vit.vit_block": "multimodal.vit_block",
+    "multimodal.vit.vit_config": "multimodal.vit multimodal.vit.base_config",
     "server.text.incremental_parser": "server.text.incremental",
     "server.tools.json_tool_parsers": "server.tools.hermes server.tools.llama3 server.tools.mistral",
     "server.tools.parser_registry": """
@@ -189,8 +203,8 @@ MODULES = {old: new for new, olds in _FORMER_MODULES.items() for old in olds.spl
 """Former modules, without ``trencadis.`` -> their current names."""
 
 MOVED = {
-    **dict.fromkeys(("AxisRule", "DecodedPieces", "Density", "GraphMemory", "InputSizes"), "core.device_policy"),
-    **dict.fromkeys(("LARGEST", "Policy", "SMALLEST", "capturable"), "core.device_policy"),
+    **dict.fromkeys(("AxisRule", "DecodedPieces", "Density", "GraphMemory", "InputSizes"), "core.device_shape_policy"),
+    **dict.fromkeys(("LARGEST", "Policy", "SMALLEST", "capturable"), "core.device_shape_policy"),
     **dict.fromkeys(("BucketTable", "Plan", "escape"), "core.bucket_plan"),
 }
 """Names that ``core.buckets`` had -> the modules that have them now."""
@@ -422,8 +436,8 @@ def _renamed_imports(error: ImportError) -> Iterator[tuple[str, str]]:
     inside = module.removeprefix("trencadis.")
     if not module.startswith("trencadis."):
         return
-    if inside in MODULES:
-        yield module, f"trencadis.{MODULES[inside]}"
+    if current := _find_module(inside):
+        yield module, f"trencadis.{current}"
     for alias in statement.names if isinstance(statement, ast.ImportFrom) else ():
         if alias.name in NAMES:
             yield alias.name, NAMES[alias.name]
@@ -431,6 +445,18 @@ def _renamed_imports(error: ImportError) -> Iterator[tuple[str, str]]:
             yield f"{module}.{alias.name}", f"trencadis.{MOVED[alias.name]}.{alias.name}"
         elif f"{inside}.{alias.name}" in MODULES:
             yield f"{module}.{alias.name}", f"trencadis.{MODULES[f'{inside}.{alias.name}']}"
+
+
+def _find_module(former: str) -> str:
+    """Returns the current name of a former module, also if only its folder was renamed; "" if there is none."""
+    if former in MODULES:
+        return MODULES[former]
+    folder, _, name = former.rpartition(".")
+    package = find_spec(f"trencadis.{MODULES[folder]}") if folder in MODULES else None
+    if package is None or not package.submodule_search_locations:
+        return ""
+    current = f"{MODULES[folder]}.{name}"
+    return current if find_spec(f"trencadis.{current}") is not None else ""
 
 
 def _failing_import(error: ImportError) -> ast.stmt | None:

@@ -280,9 +280,9 @@ class BatchChange:
 class Step:
     """One step of the engine. Order on the device: moves, uploads, resets, images, text launches, one SAMPLE, or POOL.
 
-    Each rank's matcher manager (``core.masks.manager``) closes the choices ``closings``, then opens the ``openings``.
-    Hidden rows and samples of the persistent rows come first, in their order. With several pipeline stages, Steps in
-    flight belong to different micro-batches, which share no row; each has its own persistent batch.
+    Each rank's matcher manager (``core.token_masks.matcher_manager``) closes the choices ``closings``, then opens the
+    ``openings``. Hidden rows and samples of the persistent rows come first, in their order. With several pipeline
+    stages, Steps in flight belong to different micro-batches, which share no row; each has its own persistent batch.
     """
 
     number: int

@@ -12,7 +12,7 @@ from trencadis.core.cross_attention_inputs import ENDLESS
 from trencadis.core.errors import BadRequest
 from trencadis.core.media_spans import MediaSpan, TokenRun
 from trencadis.multimodal.media_options import MediaPart
-from trencadis.multimodal.processor import Layout, Media, PreparedImage, PreparedVideo, encoder_items
+from trencadis.multimodal.processor_interface import Layout, Media, PreparedImage, PreparedVideo, encoder_items
 
 Encode = Callable[[str], list[int]]
 

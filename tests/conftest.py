@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import functools
 import gc
 import logging
 import os
@@ -64,6 +65,7 @@ FEW_OBJECTS = 100_000
 _frozen = 0
 
 
+@functools.wraps(_freeze)
 def _freeze_many() -> None:
     """Stands for ``gc.freeze``: freezes what exists if it is much, such as the modules that a test imported.
 

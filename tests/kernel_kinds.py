@@ -8,15 +8,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from trencadis.backends.cpu.native import dense, kernel_table, library, weight_packing
+from trencadis.backends.cpu.native import dense_linear, kernel_library, kernel_table, weight_packing
 from trencadis.backends.cpu.native.kernel_table import EMULATED, NUMBERS, TORCH, KernelTable, table_of
 
-FEATURES = library.load_library().features
+FEATURES = kernel_library.load_library().features
 
 OWN = kernel_table.available_kinds()
 """Own kernels that this CPU runs."""
 
-EMULATIONS = (EMULATED,) if OWN and "panels_amx_emulated.c" not in library.load_library().left_out else ()
+EMULATIONS = (EMULATED,) if OWN and "panels_amx_emulated.c" not in kernel_library.load_library().left_out else ()
 """The kernels for tiles in plain C, which run on any CPU with own kernels."""
 
 EVERY = (*OWN, *EMULATIONS, TORCH)
@@ -43,15 +43,15 @@ def use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel_table._chosen.cache_clear()
     monkeypatch.setenv(kernel_table.VARIABLE, "avx512" if kind == WIDENED else kind)
     if kind == WIDENED:
-        have = library.load_library()._replace(features=FEATURES - {"avx512_bf16"})
-        monkeypatch.setattr(library, "load_library", lambda: have)
+        have = kernel_library.load_library()._replace(features=FEATURES - {"avx512_bf16"})
+        monkeypatch.setattr(kernel_library, "load_library", lambda: have)
 
 
 def dense_types() -> list[torch.dtype]:
     """Types of weights that kernels of the kind ``DENSE`` multiply."""
     if not DENSE:
         return []
-    return [dtype for dtype in (torch.bfloat16, torch.float32) if dense.most_rows(table(DENSE), dtype)]
+    return [dtype for dtype in (torch.bfloat16, torch.float32) if dense_linear.most_rows(table(DENSE), dtype)]
 
 
 def shared_types() -> list[torch.dtype]:
@@ -62,13 +62,17 @@ def shared_types() -> list[torch.dtype]:
 @contextmanager
 def served(operation: str, by: KernelTable, own: bool = True) -> Iterator[None]:
     """Asserts that launches of an operation were served by own kernels of this table (``own``), or by none at all."""
-    if library.load_library().library is None:
+    if kernel_library.load_library().library is None:
         yield
         return
     kinds = range(1, len(NUMBERS))
-    before = [library.count_launches(operation, kind) for kind in kinds]
+    before = [kernel_library.count_launches(operation, kind) for kind in kinds]
     yield
-    more = {kind for kind, count in zip(kinds, before, strict=True) if library.count_launches(operation, kind) > count}
+    more = {
+        kind
+        for kind, count in zip(kinds, before, strict=True)
+        if kernel_library.count_launches(operation, kind) > count
+    }
     assert more == ({by.number} if own else set()), (operation, by.kind, more)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.syntax import within
+from tests.syntax import parse, within
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("core", "backends", "multimodal", "server", "trencadis", "assets")
@@ -24,8 +24,8 @@ FLOORS = {
         ("core",),
         ("core/kv", "core/links", "core/quant"),
         ("core/device",),
-        ("core/checkpoint", "core/masks"),
-        ("core/families", "core/models", "core/process", "core/shapes", "core/spec"),
+        ("core/checkpoint", "core/token_masks"),
+        ("core/family_configs", "core/models", "core/process", "core/shapes", "core/spec"),
         ("core/lora", "core/memory", "core/scheduling"),
         ("core/graphs",),
         ("core/launches",),
@@ -87,9 +87,9 @@ BACKENDS = {
     "backends/cuda/kernels": ("core", "backends/cuda/weights"),
     "backends/cuda/kernels/layers": ("core", "backends/cpu", "backends/cuda/kernels", "backends/cuda/weights"),
     "backends/cuda/launches": ("core", "backends/cpu", "backends/cuda/.", "backends/cuda/kernels"),
-    "backends/cuda/libraries": ("core", "backends/cuda/.", "backends/cuda/kernels", "backends/cuda/launches"),
-    "backends/cuda/twin": ("core", "backends/.", "backends/cpu", "backends/cuda/.", "backends/cuda/weights"),
-    "backends/cuda/timing": ("core", "backends/cuda/.", "backends/cuda/launches", "backends/cuda/weights"),
+    "backends/cuda/attention_libraries": ("core", "backends/cuda/.", "backends/cuda/kernels", "backends/cuda/launches"),
+    "backends/cuda/cpu_twin": ("core", "backends/.", "backends/cpu", "backends/cuda/.", "backends/cuda/weights"),
+    "backends/cuda/time_estimates": ("core", "backends/cuda/.", "backends/cuda/launches", "backends/cuda/weights"),
     "backends/cuda/weights": ("core",),
     "backends/hpu": ("core", "backends/.", "backends/cpu"),
     "backends/hpu/attention": ("core", "backends/hpu/."),
@@ -101,7 +101,7 @@ BACKENDS = {
 
 TORCH: dict[str, frozenset[str]] = {
     "core/checkpoint": frozenset(
-        {"checkpoint_source", "pytorch_bin", "quant_formats", "weight_loader", "weight_source"}
+        {"checkpoint_weight_source", "pytorch_bin", "quant_formats", "weight_file_reader", "weight_source_interface"}
     ),
     "core/device": frozenset({"backend", "launch_tensors"}),
     "core/engine": frozenset({"engine_builder", "graph_startup", "kv_offload_setup"}),
@@ -136,7 +136,7 @@ TORCH: dict[str, frozenset[str]] = {
     "multimodal/qwen2_5_vl": frozenset({"model"}),
     "multimodal/qwen2_vl": frozenset({"model"}),
     "multimodal/qwen3_vl": frozenset({"model"}),
-    "multimodal/vit": frozenset({"model", "vit_block"}),
+    "multimodal/vit": frozenset({"tile_vision_model", "vit_block"}),
     "backends/conformance": EVERY,
     "backends/conformance/check_model": EVERY,
     "backends/cpu": EVERY,
@@ -146,9 +146,11 @@ TORCH: dict[str, frozenset[str]] = {
     "backends/cuda/kernels/layers": EVERY,
     "backends/cuda/kernels/peers": EVERY,
     "backends/cuda/launches": EVERY,
-    "backends/cuda/libraries": frozenset({"attention_library_selector", "library_attention", "attention_backend"}),
-    "backends/cuda/timing": frozenset({"meta_launch_recorder"}),
-    "backends/cuda/twin": EVERY,
+    "backends/cuda/attention_libraries": frozenset(
+        {"attention_library_selector", "library_attention", "attention_backend"}
+    ),
+    "backends/cuda/time_estimates": frozenset({"meta_launch_recorder"}),
+    "backends/cuda/cpu_twin": EVERY,
     "backends/cuda/weights": EVERY,
     "backends/hpu": EVERY,
     "backends/hpu/attention": EVERY,
@@ -195,7 +197,7 @@ def imported(path: Path) -> tuple[tuple[frozenset[str], bool, bool], ...]:
             for child in within(node):
                 visit(child, lazy or inside, typing)
 
-    visit(ast.parse(path.read_text(encoding="utf-8")), False, False)
+    visit(parse(path), False, False)
     return tuple(found)
 
 
@@ -269,7 +271,7 @@ def test_backends_do_not_see_each_other() -> None:
 
 
 NAMES_DEVICES = {
-    "core/devices.py", "core/envs.py", "core/config.py", "server/plan/plan_command.py", "server/cli/main.py",
+    "core/devices.py", "core/envs.py", "core/engine_config.py", "server/plan/plan_command.py", "server/cli/main.py",
     "server/cli/collect_env.py",
     "server/config/vllm_engine_flags.py", "server/config/vllm_flag_table.py",
     "server/config/vllm_env_compatibility.py",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.syntax import statements
+from tests.syntax import parse, statements
 
 ROOT = Path(__file__).resolve().parent.parent
 TOPS = ("core", "backends", "multimodal", "server", "trencadis", "assets")
@@ -66,7 +66,7 @@ class Outline(NamedTuple):
 def outline(file: str) -> Outline:
     """Read and parsed once for all tests."""
     text = (ROOT / file).read_text(encoding="utf-8")
-    tree = ast.parse(text)
+    tree = parse(ROOT / file)
     found = list(statements(tree))
     top = set(map(id, tree.body))
     functions = (n for n in found if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
@@ -101,9 +101,9 @@ def test_no_two_public_classes_share_a_name() -> None:
 ALONE = {
     "backends/cpu/": "torch's half of a module that the server reads",
     "backends/cuda/kernels/": "one kernel a file",
-    "backends/cuda/libraries/attention_backend.py": "imports the libraries, which need not be there",
+    "backends/cuda/attention_libraries/attention_backend.py": "imports the libraries, which need not be there",
     "backends/hpu/": "what a bridge, a launch or an emulator adds, each found by its name",
-    "core/families/": "near families a file",
+    "core/family_configs/": "near families a file",
     "multimodal/qwen2_vl/model.py": "keeps torch out of the API process",
 }
 """Files, or folders, whose short files may have one importer -> why."""
@@ -116,7 +116,7 @@ def test_short_files_are_not_split_off_for_one_user() -> None:
     product = {name: file for name, file in MODULES.items() if file.startswith(TOPS[:-1])}
     users: dict[str, set[str]] = defaultdict(set)
     for name, file in product.items():
-        for node in ast.walk(ast.parse(outline(file).text)):
+        for node in statements(parse(ROOT / file)):
             if isinstance(node, ast.ImportFrom):
                 targets = {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
                 for target in targets & product.keys():

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.syntax import parse, statements
+
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("core", "backends", "multimodal", "server", "trencadis")
 TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
@@ -54,7 +56,7 @@ KEPT = ("tools/demo/language/", "tools/renaming/", "tests/tools/test_rename.py",
 KEPT_NAMES = {"pictures_kernel": "docs/kernels.csv", "pictures_join_kernel": "docs/kernels.csv"}
 """Identifier with an old word -> why it stays: users or files on disk name it."""
 
-SAME_NAME = {"__init__", "__main__", "model", "family", "config", "processor", "ops", "backend", "policy"}
+SAME_NAME = {"__init__", "__main__", "model", "family", "config", "processor", "ops", "backend", "shape_policy"}
 """File names that may stand in several folders."""
 
 OPENINGS = ("As", "Of", "Where", "Who", "Until", "It", "That", "Behind", "What")
@@ -79,17 +81,15 @@ def is_participle(name: str) -> bool:
     return word not in NO_PARTICIPLE and IRREGULAR.fullmatch(word) is not None
 
 
-@cache
 def tree_of(file: str) -> ast.Module:
-    """A file, parsed once for all tests."""
-    return ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    return parse(ROOT / file)
 
 
 @cache
 def suspects() -> list[str]:
     """Files whose text holds an old word anywhere; most need no closer look."""
-    some = re.compile("|".join(sorted(SUCCESSORS)), re.IGNORECASE)
-    return [f for f in FILES if not f.startswith(KEPT) and some.search((ROOT / f).read_text(encoding="utf-8"))]
+    texts = ((f, (ROOT / f).read_text(encoding="utf-8").lower()) for f in FILES if not f.startswith(KEPT))
+    return [f for f, text in texts if any(word in text for word in SUCCESSORS)]
 
 
 def words_of(name: str) -> list[str]:
@@ -176,7 +176,7 @@ def test_functions_are_named_by_verbs() -> None:
     """Pure functions that return a changed copy of their first argument may be participles, as torch has it."""
     found = []
     for file in PRODUCT_FILES:
-        for node in ast.walk(tree_of(file)):
+        for node in statements(tree_of(file)):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not is_participle(node.name):
                 continue
             if not any("property" in ast.unparse(one) for one in node.decorator_list):
@@ -196,7 +196,7 @@ def test_file_names_tell_folders_apart() -> None:
 def test_docstrings_open_with_what_is_done_or_returned() -> None:
     found = []
     for file in PRODUCT_FILES:
-        for node in ast.walk(tree_of(file)):
+        for node in (tree_of(file), *statements(tree_of(file))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
                 doc = ast.get_docstring(node)
                 if doc and doc.split(maxsplit=1)[0].rstrip(",:") in OPENINGS:
@@ -230,7 +230,7 @@ def test_docstrings_describe_arguments_that_exist(folder: str) -> None:
     """An entry whose name was changed in the code alone would describe nothing."""
     found = []
     for file in (f for f in PRODUCT_FILES if f.startswith(f"{folder}/")):
-        for node in ast.walk(tree_of(file)):
+        for node in statements(tree_of(file)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 doc = ast.get_docstring(node) or ""
                 missing = set(described_names(doc)) - names_in(node) if "Args:" in doc or "Attributes:" in doc else ()

@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))
 
 from trencadis.core.bucket_plan import Plan  # noqa: E402
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Stage  # noqa: E402
-from trencadis.core.device_policy import Policy  # noqa: E402
+from trencadis.core.device_shape_policy import Policy  # noqa: E402
 from trencadis.core.scheduling.image_packer import ImagePacker  # noqa: E402
 from trencadis.multimodal.patch_packing import count_slots, patch_grid  # noqa: E402
 from trencadis.multimodal.qwen2_5_vl.window_packing import window_layout  # noqa: E402

@@ -53,7 +53,8 @@ KERNELS = (
            ("test_whole_layer",), ""),
     Kernel("products of few rows", "layers/skinny_gemm", ("skinny_kernel",), ("test_whole_layer",), ""),
     Kernel(
-        "products of few rows with codes", "layers/skinny_codes", ("coded_skinny_kernel",), ("test_coded_layer",), ""
+        "products of few rows with codes", "layers/skinny_quantised_gemm", ("coded_skinny_kernel",),
+        ("test_coded_layer",), ""
     ),
     Kernel("weights decoded once", "quantised_linear", ("decoding_kernel",), ("test_decoding",), ""),
     Kernel("sums over ranks", "peers/one_shot_reduce", ("peer_sum_kernel",), ("test_peer_sums",), ""),
@@ -68,9 +69,9 @@ KERNELS = (
     Kernel("layer norm with residual", "layer_norm", ("_layer_norm",), ("test_small_ops",), ""),
     Kernel("SiLU and product", "silu_mul", ("_silu_mul",), ("test_small_ops",), "silu"),
     Kernel("activations", "activation", ("_act",), ("test_small_ops",), ""),
-    Kernel("embeddings", "embed", ("_embed",), ("test_small_ops",), "embed"),
+    Kernel("embeddings", "input_embeddings", ("_embed",), ("test_small_ops",), "embed"),
     Kernel("gather and scatter rows", "gather_scatter", ("_gather", "_scatter", "_mix"), ("test_small_ops",), "rows"),
-    Kernel("patches", "pixel_kernels", ("_patches",), ("test_small_ops",), "patches"),
+    Kernel("patches", "pixel_normalisation", ("_patches",), ("test_small_ops",), "patches"),
     Kernel("sampler reset", "reset_sampler_state", ("_reset",), ("test_small_ops",), ""),
     Kernel("quantised products", "quantised_linear", ("quantised_kernel", "added_kernel", "rounding_kernel"),
            ("test_quantised",), "quantised"),
@@ -79,12 +80,12 @@ KERNELS = (
     Kernel("routes to experts", "fused_moe", ("route_kernel", "count_kernel", "place_kernel"),
            ("test_experts_kernels",), ""),
     Kernel("8-bit KV cache", "quantised_kv_attention", ("codes_kernel",), ("test_kv_codes",), ""),
-    Kernel("adapters", "adapter_kernels", ("_shrink", "_expand"), ("test_adapters",), ""),
+    Kernel("adapters", "lora_shrink_expand", ("_shrink", "_expand"), ("test_adapters",), ""),
     Kernel("causal convolution", "causal_conv", ("conv_kernel", "conv_state_kernel", "conv_step_kernel"),
            ("test_recurrent",), ""),
     Kernel("gated delta rule", "delta_rule", ("step_kernel", "squares_kernel", "scan_kernel"),
            ("test_recurrent",), ""),
-    Kernel("head, greedy", "sample_chunks", ("greedy_parts_kernel", "greedy_pick_kernel"),
+    Kernel("head, greedy", "sample_chunk_summaries", ("greedy_parts_kernel", "greedy_pick_kernel"),
            ("test_head",), "head_greedy"),
     Kernel("head, full", "sample", ("parts_kernel", "draw_kernel", "told_kernel"), ("test_head",), "head"),
 )  # fmt: skip

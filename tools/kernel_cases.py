@@ -20,7 +20,7 @@ from trencadis.backends.cuda.kernels import (
     paged_attention,
     quantised_kv_attention,
     rotary_kernels,
-    tiles,
+    tile_sizes,
     vision_attention,
 )
 from trencadis.backends.cuda.kernels.attention_tensors import (
@@ -40,12 +40,12 @@ TUNED = (64, 80, 128)
 WINDOW = 1024
 
 
-def entries(kernel: str, arch: int) -> Iterator[tuple[tiles.TileEntry, int, torch.dtype]]:
+def entries(kernel: str, arch: int) -> Iterator[tuple[tile_sizes.TileEntry, int, torch.dtype]]:
     """(entry, head size, dtype): every entry at the largest head it serves, and at the tuned ones."""
-    tiles.INTERPRETED = arch
-    tiles.find.cache_clear()
-    tiles.arch_of.cache_clear()
-    lines = tiles.entries(kernel, arch)
+    tile_sizes.INTERPRETED = arch
+    tile_sizes.find.cache_clear()
+    tile_sizes.arch_of.cache_clear()
+    lines = tile_sizes.entries(kernel, arch)
     for e in lines:
         smaller = max((o.head for o in lines if o[:2] == e[:2] and o.length == e.length and o.head < e.head), default=0)
         for head in dict.fromkeys([*(h for h in TUNED if smaller < h < e.head), e.head]):

@@ -10,20 +10,20 @@ from torch import Tensor
 
 from trencadis.backends.cuda.kernels import (
     activation,
-    adapter_kernels,
-    embed,
     gather_scatter,
+    input_embeddings,
     layer_norm,
-    pixel_kernels,
+    lora_shrink_expand,
+    pixel_normalisation,
     quantised_linear,
     reset_sampler_state,
     rms_norm,
     sample,
     silu_mul,
-    tiles,
+    tile_sizes,
 )
 from trencadis.backends.cuda.kernels import fused_moe as expert_products
-from trencadis.backends.cuda.kernels.layers import skinny_codes, skinny_gemm
+from trencadis.backends.cuda.kernels.layers import skinny_gemm, skinny_quantised_gemm
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
 from trencadis.core.device.backend import AdapterWeights, HeadTensors, ResetTensors, SamplerState
 from trencadis.core.quant.quantised_tensor import QTensor
@@ -58,10 +58,10 @@ def small(arch: int) -> Iterator[Case]:
             )
         yield from adapters(dtype)
         yield f"{label} silu", lambda g=gate_up: silu_mul.launch(g, g[:, :INTERMEDIATE])
-        yield f"{label} embed", lambda x=x, i=one: embed.launch(i, i, i, i, x, x, x)
+        yield f"{label} embed", lambda x=x, i=one: input_embeddings.launch(i, i, i, i, x, x, x)
         yield f"{label} gather", lambda x=x, i=many: gather_scatter.gather(x, i, x)
         yield f"{label} scatter", lambda x=x, i=many: gather_scatter.scatter(x, i, x)
-        yield f"{label} patches", lambda p=pixels, f=factor, w=wide: pixel_kernels.launch(p, f, f, w)
+        yield f"{label} patches", lambda p=pixels, f=factor, w=wide: pixel_normalisation.launch(p, f, f, w)
 
 
 def adapters(dtype: torch.dtype) -> Iterator[Case]:
@@ -73,7 +73,7 @@ def adapters(dtype: torch.dtype) -> Iterator[Case]:
             x, y = torch.empty(n, HIDDEN, dtype=dtype), torch.empty(n, 1024, dtype=dtype)
             yield (
                 f"{label} adapters of rank {rank}, {'few' if n < 16 else 'many'} tokens",
-                lambda x=x, y=y, w=w, n=n: adapter_kernels.add(y, x, ints(n), w),
+                lambda x=x, y=y, w=w, n=n: lora_shrink_expand.add(y, x, ints(n), w),
             )
 
 
@@ -120,9 +120,9 @@ SCHEMES = {
 
 def products(arch: int) -> Iterator[Case]:
     """Every line of ``tiles/quantised.csv``: each kind of weight in bfloat16, two and one in the other types."""
-    tiles.INTERPRETED = arch
-    tiles.find.cache_clear()
-    tiles.arch_of.cache_clear()
+    tile_sizes.INTERPRETED = arch
+    tile_sizes.find.cache_clear()
+    tile_sizes.arch_of.cache_clear()
     taken = {torch.bfloat16: list(SCHEMES), torch.float16: list(SCHEMES)[::5], torch.float32: ["int8"]}
     for dtype, label in ((dtype, label) for dtype, labels in taken.items() for label in labels):
         scheme = SCHEMES[label]
@@ -145,8 +145,8 @@ def fused_products(name: str, w: QuantisedWeight, dtype: torch.dtype) -> Iterato
     x, out = torch.empty(16, w.in_features, dtype=dtype), torch.empty(16, w.out_features, dtype=dtype)
     arrived = ints(skinny_gemm.COUNTERS)
     norm = skinny_gemm.NormOf(x[0], 1e-6)
-    yield f"{name}, gate and up", lambda: (skinny_codes.product(x, w, arrived, norm, gate=True), None)[1]
-    yield f"{name}, down", lambda: (skinny_codes.product(x, w, arrived, residual=out), None)[1]
+    yield f"{name}, gate and up", lambda: (skinny_quantised_gemm.product(x, w, arrived, norm, gate=True), None)[1]
+    yield f"{name}, down", lambda: (skinny_quantised_gemm.product(x, w, arrived, residual=out), None)[1]
 
 
 EXPERTS, TOP, COLUMNS, WIDTH = 128, 8, 768, 2048

@@ -30,10 +30,10 @@ import torch  # noqa: E402
 from benchmarks.kernels import attention_cases as cases  # noqa: E402
 from benchmarks.kernels import layer_cases, quantised_cases  # noqa: E402
 from tools import kernel_resources  # noqa: E402
-from trencadis.backends.cuda.kernels import tiles, vision_attention  # noqa: E402
+from trencadis.backends.cuda.kernels import tile_sizes, vision_attention  # noqa: E402
 from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import FEW  # noqa: E402
-from trencadis.backends.cuda.kernels.tiles import Tile, TileEntry  # noqa: E402
-from trencadis.backends.cuda.launches.work_items import STEP  # noqa: E402
+from trencadis.backends.cuda.kernels.tile_sizes import Tile, TileEntry  # noqa: E402
+from trencadis.backends.cuda.launches.attention_work_items import STEP  # noqa: E402
 from trencadis.core.quant.weight_storage_format import Scheme  # noqa: E402
 
 WARPS, STAGES = (4, 8), (1, 2, 3, 4)
@@ -105,11 +105,11 @@ def skinny_products(entry: TileEntry, device: torch.device) -> list[cases.Case]:
 
 def usable(case: cases.Case, entry: TileEntry, kernel: str, tile: Tile) -> bool:
     """Whether ``tile`` compiles for the entry's architecture, fits and (16 bits) does not spill."""
-    tiles.FORCED[kernel] = tile
+    tile_sizes.FORCED[kernel] = tile
     try:
         found = [kernel_resources.compiled(case.name, x, entry.arch) for x in kernel_resources.record(case.run)]
     finally:
-        tiles.FORCED.clear()
+        tile_sizes.FORCED.clear()
     return all(r.fits and (entry.bits == 32 or not r.stack) for r in found)
 
 
@@ -133,11 +133,11 @@ def tuned(kernel: str, entry: TileEntry, device: torch.device, budget: float, en
     work = launches(kernel, entry, device)
 
     def times(tile: Tile) -> list[float]:
-        tiles.FORCED[kernel] = tile
+        tile_sizes.FORCED[kernel] = tile
         try:
             return [seconds(case.run, budget) for case in work]
         finally:
-            tiles.FORCED.clear()
+            tile_sizes.FORCED.clear()
 
     base = times(entry.tile)
     best, least = entry.tile, float(len(base))
@@ -160,7 +160,7 @@ def tuned(kernel: str, entry: TileEntry, device: torch.device, budget: float, en
 
 def write(kernel: str, entries: list[TileEntry], folder: Path | None = None) -> None:
     """The table, as ``tiles.table`` reads it."""
-    with ((folder or tiles.FOLDER) / f"{kernel}.csv").open("w", encoding="utf-8", newline="") as file:
+    with ((folder or tile_sizes.FOLDER) / f"{kernel}.csv").open("w", encoding="utf-8", newline="") as file:
         out = csv.writer(file, lineterminator="\n")
         out.writerow([*TileEntry._fields[:-1], *Tile._fields])
         out.writerows([*e[:-1], *e.tile] for e in entries)
@@ -173,13 +173,13 @@ def main() -> int:
     parser.add_argument("--heads", type=int, nargs="*", help="only entries for heads up to these sizes exactly")
     parser.add_argument("--bits", type=int, choices=(16, 32), help="only entries of so many bits a value")
     parser.add_argument("--minutes", type=float, default=math.inf, help="try no further candidates after so long")
-    parser.add_argument("--out", type=Path, default=tiles.FOLDER, help="folder of the tables")
+    parser.add_argument("--out", type=Path, default=tile_sizes.FOLDER, help="folder of the tables")
     parser.add_argument("--arch", type=int, default=90, help="architecture whose entries --dry-run lists")
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
     if args.dry_run:
         for kernel in args.kernels:
-            for entry in tiles.entries(kernel, args.arch):
+            for entry in tile_sizes.entries(kernel, args.arch):
                 found = list(candidates(kernel, entry))
                 print(f"{kernel} {entry.bits} bits, heads to {entry.head}, {entry.length}: now {entry.tile}")
                 print(f"  {len(found)} candidates: " + " ".join("x".join(map(str, t)) for t in found))
@@ -188,12 +188,12 @@ def main() -> int:
         print("no NVIDIA device: --dry-run lists what would be measured")
         return 1
     device = torch.device("cuda", torch.cuda.current_device())
-    arch, end = tiles.arch_of(device), time.monotonic() + 60 * args.minutes
+    arch, end = tile_sizes.arch_of(device), time.monotonic() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
     for kernel in args.kernels:
-        entries = list(tiles.table(kernel))
-        known = max((a for a in tiles.SHARED if a <= arch), default=0)
-        entries += [e for e in tiles.entries(kernel, known) if e not in entries]  # its kin's so far
+        entries = list(tile_sizes.table(kernel))
+        known = max((a for a in tile_sizes.SHARED if a <= arch), default=0)
+        entries += [e for e in tile_sizes.entries(kernel, known) if e not in entries]  # its kin's so far
         for i, entry in enumerate(entries):
             wanted = (not args.heads or entry.head in args.heads) and args.bits in (None, entry.bits)
             if entry.arch == known and wanted and time.monotonic() < end:

@@ -16,6 +16,7 @@ if sys.hexversion < 0x030B0000:
 
 __version__ = "0.1.0"
 __all__ = [
+    "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
@@ -32,7 +33,6 @@ __all__ = [
     "FlatLogprobs",
     "FlexibleArgumentParser",
     "GuidedDecodingParams",
-    "LLM",
     "LLMEngine",
     "LoRARequest",
     "Logprob",
@@ -73,7 +73,7 @@ _LAZY = {
     "EmbeddingOutput": ("trencadis.outputs", "EmbeddingOutput"),
     "EmbeddingRequestOutput": ("trencadis.outputs", "EmbeddingRequestOutput"),
     "EngineArgs": ("trencadis.engine_args", "EngineArgs"),
-    "EngineConfig": ("trencadis.core.config", "EngineConfig"),
+    "EngineConfig": ("trencadis.core.engine_config", "EngineConfig"),
     "FlatLogprobs": ("trencadis.outputs", "FlatLogprobs"),
     "FlexibleArgumentParser": ("trencadis.engine_args", "FlexibleArgumentParser"),
     "GuidedDecodingParams": ("trencadis.core.structured_outputs", "GuidedDecodingParams"),
@@ -102,7 +102,7 @@ _LAZY = {
 if TYPE_CHECKING:
     from trencadis.async_llm import AsyncLLM
     from trencadis.async_llm import AsyncLLM as AsyncLLMEngine
-    from trencadis.core.config import EngineConfig
+    from trencadis.core.engine_config import EngineConfig
     from trencadis.core.errors import StartupError, TrencadisError
     from trencadis.core.request import RequestOutputKind, SamplingParams
     from trencadis.core.structured_outputs import (
@@ -139,7 +139,7 @@ def __getattr__(name: str) -> Any:
         module, attribute = _LAZY[name]
         return getattr(import_module(module), attribute)
     if name[:1].isupper() or name == "initialize_ray_cluster":
-        from trencadis.unsupported import UNSUPPORTED_CLASSES, make_unsupported_class
+        from trencadis.unsupported_vllm_names import UNSUPPORTED_CLASSES, make_unsupported_class
 
         if name in UNSUPPORTED_CLASSES:
             return make_unsupported_class(name)

@@ -36,7 +36,7 @@ from trencadis.server.prompts.generation import Generation
 from trencadis.server.prompts.pooling_prompts import make_pooling_request, run_pooling
 from trencadis.server.protocol.pooler_output import finish_pooled
 from trencadis.server.protocol.pooling_params import PoolingParams
-from trencadis.unsupported import UnsupportedMethods, raise_unsupported, refuse_tokenization_kwargs
+from trencadis.unsupported_vllm_names import UnsupportedMethods, raise_unsupported, refuse_tokenization_kwargs
 
 log = logging.getLogger("trencadis.llm")
 POLL_SECONDS = 1.0

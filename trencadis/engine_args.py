@@ -12,7 +12,7 @@ from dataclasses import field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.flag_options import FlagValue
 from trencadis.server.config import resolve_settings
@@ -108,7 +108,7 @@ def build_engine_config(model: str, given: Mapping[str, FlagValue]) -> EngineCon
 def resolve_local_model(config: EngineConfig) -> EngineConfig:
     """Returns the configuration with model and tokenizer as local folders; an empty model is the bundled demo."""
     from trencadis.assets import demo_path
-    from trencadis.server.config.hub import find_model_folder, find_tokenizer_folder, get_tokenizer_name
+    from trencadis.server.config.model_download import find_model_folder, find_tokenizer_folder, get_tokenizer_name
 
     model = find_model_folder(config) if config.model else demo_path()
     tokenizer = str(find_tokenizer_folder(config)) if get_tokenizer_name(config) else ""

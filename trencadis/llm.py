@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine import Engine
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.request import AdapterRef, SamplingParams
-from trencadis.core.startup_progress import Progress
+from trencadis.core.startup_progress_and_warmup_pacing import Progress
 from trencadis.engine_args import EngineArgs, build_offline_setup, read_template
 from trencadis.llm_engine import LLMEngine
 from trencadis.multimodal.async_gather import gather_or_cancel
@@ -37,9 +37,9 @@ from trencadis.outputs import CompletionOutput as CompletionOutput
 from trencadis.outputs import RequestOutput as RequestOutput
 from trencadis.pooling_methods import PoolingMethods
 from trencadis.prompt_inputs import LoRARequests, PromptProgressBar, PromptType, UseTqdm, as_list, read_prompt
-from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.prompts.text_service import TextService
-from trencadis.unsupported import UnsupportedMethods
+from trencadis.unsupported_vllm_names import UnsupportedMethods
 
 if TYPE_CHECKING:
     import torch

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, TrencadisError, Unavailable, from_status
 from trencadis.core.json_types import JsonMapping
-from trencadis.core.links.topology import choose_executor_backend, topology
-from trencadis.core.process import torch_env
+from trencadis.core.links.rank_placement import choose_executor_backend, topology
+from trencadis.core.process import torch_detection
 from trencadis.core.request import AdapterRef, Delta, Request, SamplingParams
-from trencadis.core.startup_progress import Progress
+from trencadis.core.startup_progress_and_warmup_pacing import Progress
 from trencadis.engine_args import EngineArgs, OfflineSetup, build_offline_setup
 from trencadis.offline_beam_search import EngineParams, GenerationParams, engine_params
 from trencadis.offline_tokenizer import OfflineTokenizer
@@ -40,8 +40,8 @@ from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.prompts import text_service_builder
 from trencadis.server.prompts.generation import start_timing
 from trencadis.server.prompts.output_processor import ChoiceStream
-from trencadis.server.prompts.prompt import Prompt
-from trencadis.unsupported import UnsupportedFeature, UnsupportedMethods, refuse_tokenization_kwargs
+from trencadis.server.prompts.prompt_and_chat_messages import Prompt
+from trencadis.unsupported_vllm_names import UnsupportedFeature, UnsupportedMethods, refuse_tokenization_kwargs
 
 if TYPE_CHECKING:
     from trencadis.core.engine.engine import Engine
@@ -67,9 +67,9 @@ def _start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
         from trencadis.core.executor.engine_connection import run_headless
 
         raise SystemExit(run_headless(config, rank_topology, os.environ, again=False))
-    for line in torch_env.prepare_device_env(config.device, world=rank_topology.here).lines:
+    for line in torch_detection.prepare_device_env(config.device, world=rank_topology.here).lines:
         log.info("%s", line)
-    torch_env.import_torch()
+    torch_detection.import_torch()
     from trencadis.core.engine.engine_builder import create_engine
 
     return create_engine(config, progress)

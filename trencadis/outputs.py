@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from trencadis.core.request import Request, RequestOutputKind, RequestStats, TokenLogprob
 from trencadis.server.prompts.output_processor import ChoiceStream, TextPiece
-from trencadis.server.prompts.prompt import ImageSize, Prompt
+from trencadis.server.prompts.prompt_and_chat_messages import ImageSize, Prompt
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 

@@ -33,7 +33,7 @@ from trencadis.server.prompts.pooling_prompts import (
     make_pooling_request,
     read_content,
 )
-from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.protocol.pooler_output import (
     Float32,
     compute_pair_score,
@@ -43,7 +43,7 @@ from trencadis.server.protocol.pooler_output import (
     read_raw_values,
 )
 from trencadis.server.protocol.pooling_params import PoolingParams
-from trencadis.unsupported import refuse_tokenization_kwargs
+from trencadis.unsupported_vllm_names import refuse_tokenization_kwargs
 
 Params = PoolingParams | Sequence[PoolingParams] | None
 

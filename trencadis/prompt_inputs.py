@@ -12,19 +12,19 @@ from functools import partial
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.request import AdapterRef, SamplingParams
 from trencadis.multimodal.media_options import MediaPart, media_scope, part_uuid
 from trencadis.outputs import RequestOutput
-from trencadis.server.config.hub import find_adapter_folder
+from trencadis.server.config.model_download import find_adapter_folder
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.grammars.response_format import find_requested_format
 from trencadis.server.prompts.adapter_registry import AdapterRegistry
 from trencadis.server.prompts.answer_grammar import add_answer_grammar, add_rule
 from trencadis.server.prompts.answer_reader import AnswerParsers
-from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.prompts.text_service import TextService
 from trencadis.server.protocol.pooling_params import PoolingParams
 from trencadis.server.tools.parser_registry import find_reasoning_format

@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from trencadis.backends.conformance.backend_under_test import CheckTarget
 from trencadis.backends.conformance.check_result import CheckFailed, Skipped
-from trencadis.backends.conformance.harness import SEQS, plan_of
-from trencadis.backends.conformance.target import CheckTarget
-from trencadis.core.checkpoint import registry
+from trencadis.backends.conformance.launch_harness import SEQS, plan_of
+from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.device.backend import Backend
@@ -88,13 +88,13 @@ def prompts(config: ModelConfig, path: Path, count: int) -> list[CheckedPrompt]:
 
 
 def image_outline(config: ModelConfig) -> Any:
-    """Returns the size of an image in tokens and slots (``multimodal.processor.ImageGeometry``).
+    """Returns the size of an image in tokens and slots (``multimodal.processor_interface.ImageGeometry``).
 
     None without a vision tower, or if an image has too many tokens.
     """
     if config.vision is None:
         return None
-    made = registry.image_sizes(config, {})(HEIGHT, WIDTH)
+    made = model_registry.image_sizes(config, {})(HEIGHT, WIDTH)
     if made.layout:
         made = made.item  # only one tile, with its rows in order
     return made if made.tokens <= MOST_TOKENS else None
@@ -102,11 +102,11 @@ def image_outline(config: ModelConfig) -> Any:
 
 def _positions(config: ModelConfig, outline: Any, length: int, start: int) -> NDArray[np.int32]:
     """Returns positions, int32 [3, length], of a prompt with an image whose tokens begin at ``start``."""
-    side = registry.family_of(config.architecture).vision
+    side = model_registry.family_of(config.architecture).vision
     if side is None or not side.positions:
         return np.tile(np.arange(length, dtype=np.int32), (3, 1))
     span = MediaSpan(start, outline.tokens, "", outline.grid, outline.slots)
-    made: NDArray[np.int32] = registry.import_object(side.positions)(length, [span], config.vision, [None])[0]
+    made: NDArray[np.int32] = model_registry.import_object(side.positions)(length, [span], config.vision, [None])[0]
     return made
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from trencadis.backends.conformance.backend_under_test import CheckTarget
 from trencadis.backends.conformance.check_result import CheckFailed, Skipped
-from trencadis.backends.conformance.harness import Harness
+from trencadis.backends.conformance.launch_harness import Harness
 from trencadis.backends.conformance.program_checks import (
     describe_difference,
     equal_bits,
@@ -14,7 +15,6 @@ from trencadis.backends.conformance.program_checks import (
     make_harness,
     pick_buckets,
 )
-from trencadis.backends.conformance.target import CheckTarget
 from trencadis.backends.fault_injection import CAPTURE, STEP, hooks_of
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket

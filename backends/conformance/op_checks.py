@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trencadis.backends.conformance.backend_under_test import CheckTarget
 from trencadis.backends.conformance.check_result import CheckFailed, Skipped
-from trencadis.backends.conformance.harness import BLOCKS, all_buckets, plan_of, spread_buckets
+from trencadis.backends.conformance.launch_harness import BLOCKS, all_buckets, plan_of, spread_buckets
 from trencadis.backends.conformance.program_checks import make_harness
-from trencadis.backends.conformance.target import CheckTarget
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import Backend, LayerKV, Ops, SinksArgument, TextTensors

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trencadis.backends.conformance.backend_under_test import CheckTarget
 from trencadis.backends.conformance.check_result import CheckFailed, Skipped
-from trencadis.backends.conformance.harness import BLOCKS, all_buckets, spread_buckets
+from trencadis.backends.conformance.launch_harness import BLOCKS, all_buckets, spread_buckets
 from trencadis.backends.conformance.op_checks import (
     TEXT,
     Put,
@@ -29,7 +30,6 @@ from trencadis.backends.conformance.op_checks import (
     vs_reference,
 )
 from trencadis.backends.conformance.program_checks import make_harness
-from trencadis.backends.conformance.target import CheckTarget
 from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import TextConfig
@@ -38,7 +38,7 @@ from trencadis.core.device.backend import Backend, ExpertBiases, LayerKV, Ops, T
 from trencadis.core.models.cross_attention import arena_row_numbers
 from trencadis.core.models.decoder import DecoderLayer
 from trencadis.core.models.interface import CrossAttentionOps
-from trencadis.core.models.mlp import GatedMLP, RMSNorm
+from trencadis.core.models.mlp_and_norms import GatedMLP, RMSNorm
 from trencadis.core.quant import online_quant
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.weight_storage_format import FLOATS8, Scheme

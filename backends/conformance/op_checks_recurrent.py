@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trencadis.backends.conformance.backend_under_test import CheckTarget
 from trencadis.backends.conformance.check_result import CheckFailed, Skipped
-from trencadis.backends.conformance.harness import all_buckets, spread_buckets
+from trencadis.backends.conformance.launch_harness import all_buckets, spread_buckets
 from trencadis.backends.conformance.op_checks import TEXT, check_close, error_summary, needs_values, randn
 from trencadis.backends.conformance.program_checks import make_harness
-from trencadis.backends.conformance.target import CheckTarget
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import Attn, Backend, TextTensors

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trencadis.backends.conformance.backend_under_test import CheckTarget
 from trencadis.backends.conformance.check_result import CheckFailed
 from trencadis.backends.conformance.op_checks import check_close, error_summary, randn
 from trencadis.backends.conformance.program_checks import make_harness
-from trencadis.backends.conformance.target import CheckTarget
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import Backend, SamplerState
 from trencadis.core.launches import host_inputs as host

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trencadis.backends.conformance.backend_under_test import CheckTarget
 from trencadis.backends.conformance.check_result import Skipped
-from trencadis.backends.conformance.harness import all_buckets, spread_buckets
+from trencadis.backends.conformance.launch_harness import all_buckets, spread_buckets
 from trencadis.backends.conformance.op_checks import Put, Work, check_close, error_summary, randn, vs_reference
 from trencadis.backends.conformance.program_checks import make_harness
-from trencadis.backends.conformance.target import CheckTarget
 from trencadis.core.buckets import Stage
 from trencadis.core.device.backend import Backend, Ops, VisionTensors
 from trencadis.core.shared_constants import WINDOW_SLOTS

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.cpu.native import row_kernels
-from trencadis.backends.cpu.native.row_kernels import SingleTokenRows
+from trencadis.backends.cpu.native import attention_and_row_kernels
+from trencadis.backends.cpu.native.attention_and_row_kernels import SingleTokenRows
 from trencadis.core.device.backend import Attn, Segments
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
@@ -45,9 +45,11 @@ class ChunkSpan:
         """Number of the row's tokens in this launch."""
         return self.stop - self.start
 
-    def to_flash_span(self, keys: Where) -> row_kernels.Span:
+    def to_flash_span(self, keys: Where) -> attention_and_row_kernels.Span:
         """Returns the span in the form that the library's kernel takes, with the slots of ``where``."""
-        return row_kernels.Span(slice(self.start, self.stop), keys, self.first, self.context, self.upto, self.whole)
+        return attention_and_row_kernels.Span(
+            slice(self.start, self.stop), keys, self.first, self.context, self.upto, self.whole
+        )
 
 
 @dataclass(frozen=True)

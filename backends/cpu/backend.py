@@ -35,13 +35,13 @@ from trencadis.backends.cpu.host_padding import (
     windows,
 )
 from trencadis.backends.cpu.measured_kernel_choice import UNCHANGED, choice_of, choose_table
-from trencadis.backends.cpu.native import dense, threads
+from trencadis.backends.cpu.native import dense_linear, kernel_threads
 from trencadis.backends.cpu.native.kernel_table import KernelTable, with_choice
 from trencadis.backends.cpu.native.thread_count_control import ThreadUse, thread_use
 from trencadis.backends.cpu.native.weight_packing import CachedPages
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.backends.cpu.policy import policy
 from trencadis.backends.cpu.reference_ops import ReferenceOps
+from trencadis.backends.cpu.shape_policy import policy
 from trencadis.core import envs
 from trencadis.core.buckets import LORA, Bucket, Stage
 from trencadis.core.cpu_affinity import BIND, RESERVED, available_cpus, computing_cpus, own_cpus
@@ -344,7 +344,7 @@ class CpuBackend:
         cpus = own_cpus(*local, count, *requested_cpus())
         torch.set_num_threads(len(cpus) or count)
         if cpus:
-            threads.pin_threads(cpus)
+            kernel_threads.pin_threads(cpus)
             count = len(cpus)
         self._count = count
         self.cfg = cfg
@@ -361,7 +361,7 @@ class CpuBackend:
             self.ops.table = self._choose_table(self.ops.table)
             if cfg.rank == 0:
                 log.info("cpu: %s", self.ops.table.line())
-        own_rows = dense.launch_rows(self.ops.table, cfg.dtype) if isinstance(self.ops, CpuOps) else 0
+        own_rows = dense_linear.launch_rows(self.ops.table, cfg.dtype) if isinstance(self.ops, CpuOps) else 0
         self.thread_use = thread_use(count, own_rows)
         self.notes: tuple[str, ...] = ()
 

@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from trencadis.backends.cpu.attention_plan import ChunkSpan, get_plan
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight, stored_at
-from trencadis.backends.cpu.policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cpu.reference_ops import ReferenceOps, apply_activation
+from trencadis.backends.cpu.shape_policy import INVARIANT_ROWS as ROWS
 from trencadis.core.device.backend import Attn, LayerKV, Rotary, RotatedHeads, Weight
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.quantised_tensor import QTensor

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.native import dense, library
+from trencadis.backends.cpu.native import dense_linear, kernel_library
 from trencadis.backends.cpu.native.kernel_table import (
     SHARED_ROWS,
     TORCH,
@@ -32,7 +32,7 @@ from trencadis.backends.cpu.native.kernel_table import (
     Op,
     with_choice,
 )
-from trencadis.backends.cpu.native.panels import DTYPE_NAMES
+from trencadis.backends.cpu.native.quantised_weight_panels import DTYPE_NAMES
 from trencadis.backends.cpu.ops import CpuOps, is_packable
 from trencadis.core import envs
 from trencadis.core.device.backend import Segments
@@ -93,9 +93,9 @@ def describe_machine(threads: int, dtype: str) -> dict[str, object]:
     return {
         "format": FORMAT,
         "cpu": read_cpu_model(),
-        "features": sorted(library.load_library().features),
+        "features": sorted(kernel_library.load_library().features),
         "torch": torch.__version__,
-        "kernels": library.VERSION,
+        "kernels": kernel_library.VERSION,
         "threads": threads,
         "dtype": dtype,
     }
@@ -215,7 +215,7 @@ def measure(table: KernelTable, dtype: torch.dtype) -> KernelChoice:
     with torch.inference_mode():
         if choice.windows:
             choice = choice._replace(windows=int(not _is_faster(*_windows(table, dtype), ends)))
-        if dtype in dense.UNITS and is_packable(dtype):
+        if dtype in dense_linear.UNITS and is_packable(dtype):
             choice = _measure_products(table, dtype, choice, ends)
     log.info("cpu: kernels were measured in %.2f s: %s", time.perf_counter() - begun, describe_choice(choice))
     return choice
@@ -234,18 +234,18 @@ def _measure_products(table: KernelTable, dtype: torch.dtype, choice: KernelChoi
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     if choice.pairs and dtype == torch.bfloat16:
         x, plain = weight[:32].contiguous(), replace(table, bfloat16_pairs=False)
-        ours, others = (dense.panels_of(packed, weight, None, one) for one in (table, plain))
+        ours, others = (dense_linear.panels_of(packed, weight, None, one) for one in (table, plain))
         if ours is not None and others is not None:
-            first, second = (_caller(dense.product, x, panels) for panels in (ours, others))
+            first, second = (_caller(dense_linear.product, x, panels) for panels in (ours, others))
             choice = choice._replace(pairs=int(not _is_faster(first, second, ends)))
     table = replace(table, bfloat16_pairs=bool(choice.pairs))
-    panels = dense.panels_of(packed, weight, None, table)
+    panels = dense_linear.panels_of(packed, weight, None, table)
     if choice.rows != SHARED_ROWS or panels is None or table.most_rows(Op.LINEAR, name) != SHARED_ROWS:
         return choice
     for rows in ROWS:
         x = torch.randn(rows, SIZE).to(dtype)
         theirs = _caller(torch.ops.mkldnn._linear_pointwise.default, x, packed, None, "none", [], "")
-        if not _is_faster(_caller(dense.product, x, panels), theirs, ends):
+        if not _is_faster(_caller(dense_linear.product, x, panels), theirs, ends):
             return choice._replace(rows=rows)
     return choice._replace(rows=ROWS[-1] // 2)
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.backends.cpu.adapter_products import AdapterOps
 from trencadis.backends.cpu.attention_plan import (
     AttendPlan,
     ChunkSpan,
@@ -25,12 +24,10 @@ from trencadis.backends.cpu.attention_plan import (
 )
 from trencadis.backends.cpu.expert_mlp import SeparateExperts, run_chosen_experts
 from trencadis.backends.cpu.int8_linear import IntegerWeight, integer_weight, product
-from trencadis.backends.cpu.native import dense, panels, row_kernels, weight_packing
-from trencadis.backends.cpu.native.dense import PackedWeight as PackedWeight
-from trencadis.backends.cpu.native.dense import by_sizes, pieces
-from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, Op, chosen_table
-from trencadis.backends.cpu.native.panels import DTYPE_NAMES, PanelWeight, panel_weight
-from trencadis.backends.cpu.native.row_kernels import (
+from trencadis.backends.cpu.lora_adapter_products import AdapterOps
+from trencadis.backends.cpu.native import attention_and_row_kernels as row_kernels
+from trencadis.backends.cpu.native import dense_linear, quantised_weight_panels, weight_packing
+from trencadis.backends.cpu.native.attention_and_row_kernels import (
     StoredKeys,
     best,
     can_store,
@@ -39,10 +36,14 @@ from trencadis.backends.cpu.native.row_kernels import (
     silu_mul,
     torch_rotate,
 )
+from trencadis.backends.cpu.native.dense_linear import PackedWeight as PackedWeight
+from trencadis.backends.cpu.native.dense_linear import by_sizes, pieces
+from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, Op, chosen_table
+from trencadis.backends.cpu.native.quantised_weight_panels import DTYPE_NAMES, PanelWeight, panel_weight
 from trencadis.backends.cpu.recurrent_ops import RecurrentKernelOps
 from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU, ReferenceOps, apply_activation, clamped_swiglu
 from trencadis.backends.cpu.sampler import cut_ordered, sample_in_parts
-from trencadis.core.checkpoint.weight_source import StoredRows
+from trencadis.core.checkpoint.weight_source_interface import StoredRows
 from trencadis.core.device.backend import (
     Attn,
     ExpertBiases,
@@ -98,10 +99,10 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
             return super().pack_weight(weight.clone(), bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         bias = bias if bias is None else bias.contiguous()
-        panels = dense.panels_of(packed, weight, bias, self.table) or self._pack_panels(weight, bias)
+        panels = dense_linear.panels_of(packed, weight, bias, self.table) or self._pack_panels(weight, bias)
         return PackedWeight(packed, bias, weight.shape[0], weight.shape[1], panels)
 
-    def _pack_panels(self, weight: Tensor, bias: Tensor | None) -> dense.Panels | None:
+    def _pack_panels(self, weight: Tensor, bias: Tensor | None) -> dense_linear.Panels | None:
         """Packs a weight that oneDNN has packed in another layout again, for own products by tiles of few rows."""
         (outputs, inputs), dtype = weight.shape, weight.dtype
         if not self.table.by_tiles(Op.LINEAR, DTYPE_NAMES.get(dtype, "")):
@@ -111,34 +112,38 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
         )
         if made is None:
             return None
-        return dense.panels_at(made.memory.data_ptr(), made.memory, outputs, inputs, dtype, bias, self.table)
+        return dense_linear.panels_at(made.memory.data_ptr(), made.memory, outputs, inputs, dtype, bias, self.table)
 
     def pack_stored(self, rows: StoredRows, bias: Tensor | None) -> Weight | None:
         """Implements ``weight_source.StoringOps``: packs in one pass by the library, if it knows oneDNN's
         layout.
         """
-        if not is_packable(rows.dtype) and dense.most_rows(self.table, rows.dtype) < ANY:
+        if not is_packable(rows.dtype) and dense_linear.most_rows(self.table, rows.dtype) < ANY:
             return None
         made = weight_packing.pack_rows(rows.parts, rows.widths, rows.inputs, rows.dtype, self.table, self.pages)
         if made is None:
             return None
         bias, (outputs, inputs) = bias if bias is None else bias.contiguous(), (sum(rows.widths), rows.inputs)
         keep = made.memory if made.tensor is None else made.tensor
-        panels = dense.panels_at(made.memory.data_ptr(), keep, outputs, inputs, rows.dtype, bias, self.table)
+        panels = dense_linear.panels_at(made.memory.data_ptr(), keep, outputs, inputs, rows.dtype, bias, self.table)
         if made.tensor is None and panels is None:
             return None
         return PackedWeight(made.tensor, bias, outputs, inputs, panels)
 
     def keeps(self) -> bool:
-        """Implements ``core.checkpoint.weight_source.KeepingOps``."""
+        """Implements ``core.checkpoint.weight_source_interface.KeepingOps``."""
         return self.pages.has_cache
 
     def finish_loading(self) -> int:
         return self.pages.finish()
 
     def table_of(self, weight: Weight) -> Tensor | None:
-        """Implements ``core.checkpoint.weight_source.SharingOps``: the panels of a weight that own kernels multiply."""
-        return dense.table_of(weight.panels) if isinstance(weight, PackedWeight) and weight.panels is not None else None
+        """Implements ``core.checkpoint.weight_source_interface.SharingOps``: the panels of a weight that own kernels
+        multiply.
+        """
+        if not isinstance(weight, PackedWeight) or weight.panels is None:
+            return None
+        return dense_linear.table_of(weight.panels)
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """Packs integers for own kernels, or else for torch's; if neither can be used, a weight of the engine's
@@ -148,18 +153,18 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         if isinstance(w, PackedWeight):
-            if w.panels is not None and dense.is_supported(x, w.panels):
-                return dense.product(x, w.panels)
+            if w.panels is not None and dense_linear.is_supported(x, w.panels):
+                return dense_linear.product(x, w.panels)
             if w.packed is None:
                 assert w.panels is not None
-                return dense.product(x.contiguous(), w.panels)
+                return dense_linear.product(x.contiguous(), w.panels)
             return by_sizes(x, lambda part: _product(part, w))
         return self._quantised_linear(x, w)
 
     def _quantised_linear(self, x: Tensor, w: Weight) -> Tensor:
         """Computes ``linear`` with integers, or with a weight of a dtype that oneDNN would emulate."""
         if isinstance(w, PanelWeight):
-            return panels.product(x, w)
+            return quantised_weight_panels.product(x, w)
         if isinstance(w, IntegerWeight):
             return product(x, w, by_sizes)
         return super().linear(x, w)
@@ -209,8 +214,8 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
         call at once.
         """
         sizes: Sequence[int] = pieces(len(x)) if len(x) > 1 else ()
-        if len(sizes) > 1 and dense.launches_tiles(self.table, x.dtype):
-            sizes = [min(dense.TILE_ROWS, len(x) - start) for start in range(0, len(x), dense.TILE_ROWS)]
+        if len(sizes) > 1 and dense_linear.launches_tiles(self.table, x.dtype):
+            sizes = [min(dense_linear.TILE_ROWS, len(x) - start) for start in range(0, len(x), dense_linear.TILE_ROWS)]
         return run(x) if len(sizes) < 2 else self._in_pieces(run, x, sizes)
 
     def _in_pieces(self, run: Callable[[Tensor], Tensor], x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -359,7 +364,7 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
         self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor
     ) -> Tensor:
         ids = torch.where(from_slot > 0, last[from_slot], tokens)
-        x = functional.embedding(ids, table) if table.dim() == 2 else dense.rows_of(table, ids)
+        x = functional.embedding(ids, table) if table.dim() == 2 else dense_linear.rows_of(table, ids)
         images = image_row.nonzero()[:, 0]
         return x.index_copy_(0, images, arena[image_row[images]]) if len(images) else x
 
@@ -373,7 +378,7 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
         """
         if not isinstance(w, PackedWeight) or w.panels is None or w.bias is not None or x.dtype != w.panels.dtype:
             return None
-        return dense.best(x, w.panels, outputs, scale)
+        return dense_linear.best(x, w.panels, outputs, scale)
 
     def mask(self, logits: Tensor, head: HeadTensors) -> Tensor:
         """Overwrites the ids that a mask forbids, in rows that have a mask."""
@@ -437,8 +442,8 @@ def _by_window(x: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, w: PackedWeight) -> Tensor:
-    if w.panels is not None and dense.is_supported(x, w.panels):
-        return dense.product(x, w.panels)
+    if w.panels is not None and dense_linear.is_supported(x, w.panels):
+        return dense_linear.product(x, w.panels)
     assert w.packed is not None
     y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w.packed, w.bias, "none", [], "")
     return y

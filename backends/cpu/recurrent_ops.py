@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.backends.cpu.native import recurrent
+from trencadis.backends.cpu.native import recurrent_kernels
+from trencadis.backends.cpu.native.attention_and_row_kernels import gated_norm
 from trencadis.backends.cpu.native.kernel_table import KernelTable
-from trencadis.backends.cpu.native.row_kernels import gated_norm
 from trencadis.core.device.backend import Ops
 from trencadis.core.device.launch_tensors import Attn, RecurrentRows
 from trencadis.core.models.interface import DeltaNetWeights, RecurrentState
@@ -168,19 +168,19 @@ class RecurrentKernelOps(RecurrentReference):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: RecurrentRows, attn: Attn,
         activation: str,
     ) -> Tensor:  # fmt: skip
-        made = recurrent.causal_conv(x, weight, bias, state, rows, attn, activation, self.table)
+        made = recurrent_kernels.causal_conv(x, weight, bias, state, rows, attn, activation, self.table)
         return super().causal_conv(x, weight, bias, state, rows, attn, activation) if made is None else made
 
     def delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn
     ) -> Tensor:
-        made = recurrent.delta_rule(q, k, v, g, beta, state, rows, attn, self.table)
+        made = recurrent_kernels.delta_rule(q, k, v, g, beta, state, rows, attn, self.table)
         return super().delta_rule(q, k, v, g, beta, state, rows, attn) if made is None else made
 
     def state_space(
         self, c: Tensor, b: Tensor, x: Tensor, g: Tensor, step: Tensor, state: Tensor, rows: RecurrentRows, attn: Attn
     ) -> Tensor:
-        made = recurrent.delta_rule(c, b, x, g, step, state, rows, attn, self.table, True)
+        made = recurrent_kernels.delta_rule(c, b, x, g, step, state, rows, attn, self.table, True)
         return super().state_space(c, b, x, g, step, state, rows, attn) if made is None else made
 
     def gated_norm(self, y: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class RecurrentKernelOps(RecurrentReference):
         self, x: Tensor, gates: Tensor, w: DeltaNetWeights, held: RecurrentState, rows: RecurrentRows, attn: Attn
     ) -> Tensor | None:
         """Implements ``FusedDeltaOps``: between two products that read memory at its rate, Python's calls cost most."""
-        return recurrent.delta_net(x, gates, w, held, rows, attn, self.table)
+        return recurrent_kernels.delta_net(x, gates, w, held, rows, attn, self.table)
 
 
 def locate_tokens(n: int, attn: Attn) -> TokenPlaces:

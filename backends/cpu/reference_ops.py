@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.backends.cpu.adapter_products import add_masked_adapters, mask_slots
 from trencadis.backends.cpu.expert_mlp import JoinedExperts, join_experts, run_all_experts
+from trencadis.backends.cpu.lora_adapter_products import add_masked_adapters, mask_slots
 from trencadis.backends.cpu.recurrent_ops import RecurrentReference
 from trencadis.backends.cpu.sampler import sample_full, thresholds, unpack, update
 from trencadis.core.device.backend import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trencadis.backends.cuda.policy import policy as pick_policy
+from trencadis.backends.cuda.shape_policy import policy as pick_policy
 from trencadis.backends.cuda.visible_devices import card_nodes, count_cards
 from trencadis.core import envs
 from trencadis.core.errors import StartupError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trencadis.backends.cuda.runtime_protocol import Runtime
     from trencadis.core.device.backend import Backend, BackendConfig, Comm
 
-__all__ = ["cards", "listing", "make_backend", "pick_dtype", "pick_policy", "has_card", "runtime_of", "usable"]
+__all__ = ["cards", "has_card", "listing", "make_backend", "pick_dtype", "pick_policy", "runtime_of", "usable"]
 
 
 def make_backend(cfg: BackendConfig, cards: Accelerator | None = None) -> Backend:
@@ -50,9 +50,9 @@ def make_backend(cfg: BackendConfig, cards: Accelerator | None = None) -> Backen
         )
     device = support_checks.pick_device(cfg.card, cfg.cards, cfg.dtype) if cards is None else _card(cards, cfg)
     from trencadis.backends.cuda import support_checks
+    from trencadis.backends.cuda.attention_libraries.attention_backend import RequestedAttention
     from trencadis.backends.cuda.backend import CudaBackend  # imports triton, which may be missing
-    from trencadis.backends.cuda.kernels import tiles
-    from trencadis.backends.cuda.libraries.attention_backend import RequestedAttention
+    from trencadis.backends.cuda.kernels import tile_sizes
     from trencadis.backends.cuda.ops import CudaOps, InvariantCudaOps
 
     support_checks.require_exact_float32(cfg.dtype)
@@ -60,7 +60,7 @@ def make_backend(cfg: BackendConfig, cards: Accelerator | None = None) -> Backen
 
     def reopen(cfg: BackendConfig) -> CudaBackend:
         support_checks.check_model(cfg)
-        asked = RequestedAttention.of(cfg, tiles.arch_of(device))
+        asked = RequestedAttention.of(cfg, tile_sizes.arch_of(device))
         ops = InvariantCudaOps() if cfg.batch_invariant else asked.ops(CudaOps)()
         return asked.attach(CudaBackend(cfg, runtime, ops, comm))
 
@@ -80,11 +80,11 @@ def _is_twin(policy: str, environ: Mapping[str, str] | None = None) -> bool:
 
 
 def _twin(cfg: BackendConfig) -> Backend:
+    from trencadis.backends.cuda.attention_libraries.attention_backend import RequestedAttention
     from trencadis.backends.cuda.backend import CudaBackend
+    from trencadis.backends.cuda.cpu_twin.ops import TwinOps
+    from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinRuntime
     from trencadis.backends.cuda.kernels import torch_device_module
-    from trencadis.backends.cuda.libraries.attention_backend import RequestedAttention
-    from trencadis.backends.cuda.twin.ops import TwinOps
-    from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
     from trencadis.backends.cuda.weights.quantised_weight import NEWEST
 
     if cfg.batch_invariant:
@@ -119,7 +119,7 @@ def runtime_of(device: torch.device) -> Runtime:
         from trencadis.backends.cuda.cuda_runtime import CudaRuntime
 
         return CudaRuntime(device, cards)
-    from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
+    from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinRuntime
 
     return TwinRuntime(graphs=False, interprets=True, label=f"{cards.name} (interpreted)")
 

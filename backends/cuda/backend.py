@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from trencadis.backends.cpu.gloo_comm import SingleRank
-from trencadis.backends.cuda.host_layers import HostLayerOps, HostLayers
+from trencadis.backends.cuda.cpu_offloaded_layers import HostLayerOps, HostLayers
 from trencadis.backends.cuda.kernels.torch_device_module import in_use
 from trencadis.backends.cuda.launches.cuda_inputs import Sizes
 from trencadis.backends.cuda.launches.input_buffer_bytes import cross_attention_bytes, input_bytes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffers, buffer_bytes
-from trencadis.backends.cuda.policy import policy
 from trencadis.backends.cuda.runtime_protocol import CudaEvent, Graph, Runtime, Stream
+from trencadis.backends.cuda.shape_policy import policy
 from trencadis.core.buckets import Bucket, Stage, target_bucket
 from trencadis.core.device.backend import (
     BackendConfig,

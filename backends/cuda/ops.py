@@ -22,28 +22,28 @@ from trencadis.backends.cpu.batch_invariant import ProbedOps
 from trencadis.backends.cpu.recurrent_ops import EPS
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cpu.sampler import accepted_slots
-from trencadis.backends.cuda.host_layers import HostLayerOps
+from trencadis.backends.cuda.cpu_offloaded_layers import HostLayerOps
 from trencadis.backends.cuda.kernels import (
     activation,
-    adapter_kernels,
     causal_conv,
     cross_attend,
     delta_rule,
-    embed,
     fused_moe,
     gather_scatter,
+    input_embeddings,
     layer_norm,
+    lora_shrink_expand,
     paged_attention,
-    pixel_kernels,
+    pixel_normalisation,
     quantised_kv_attention,
     quantised_linear,
-    recurrent_rows,
+    recurrent_launch_rows,
     reset_sampler_state,
     rms_norm,
     rotary_kernels,
     sample,
     silu_mul,
-    tiles,
+    tile_sizes,
     vision_attention,
 )
 from trencadis.backends.cuda.kernels.attention_tensors import (
@@ -54,8 +54,8 @@ from trencadis.backends.cuda.kernels.attention_tensors import (
 )
 from trencadis.backends.cuda.kernels.fused_moe import StackedExperts
 from trencadis.backends.cuda.kernels.layers import fused_layer, skinny_gemm
-from trencadis.backends.cuda.kernels.recurrent_rows import ItemRows
-from trencadis.backends.cuda.policy import INVARIANT_ROWS as ROWS
+from trencadis.backends.cuda.kernels.recurrent_launch_rows import ItemRows
+from trencadis.backends.cuda.shape_policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
 from trencadis.core import envs
 from trencadis.core.device.backend import (
@@ -162,14 +162,14 @@ class CudaOps(HostLayerOps, ReferenceOps):
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """Packs the codes unchanged, with their scales."""
         self._allocate_counters(q.data.device)
-        return pack_quantised_weight(q, bias, tiles.arch_of(q.data.device))
+        return pack_quantised_weight(q, bias, tile_sizes.arch_of(q.data.device))
 
     def prepare_adapters(self, slot: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
         return slot
 
     def add_adapters(self, y: Tensor, x: Tensor, w: AdapterWeights | PackedAdapters, rows: AdapterRows) -> Tensor:
         assert isinstance(rows, Tensor) and isinstance(w, AdapterWeights)
-        adapter_kernels.add(y, x.contiguous(), rows, w)
+        lora_shrink_expand.add(y, x.contiguous(), rows, w)
         return y
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
@@ -258,7 +258,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
     def prepare_recurrent(self, rows: RecurrentRows, attn: Attn) -> RecurrentRows:
         """Lists the chunks of a launch once for all layers; a launch with one token per row has none."""
         single = isinstance(attn, SingleAttn)
-        found = rows if single else recurrent_rows.item_rows(rows, attn.row_start, len(attn.slot_map))
+        found = rows if single else recurrent_launch_rows.item_rows(rows, attn.row_start, len(attn.slot_map))
         return cast(RecurrentRows, found)
 
     def causal_conv(
@@ -291,7 +291,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty(pixels.shape[0], scale.numel(), dtype=dtype, device=pixels.device)
-        pixel_kernels.launch(pixels, scale, shift, out)
+        pixel_normalisation.launch(pixels, scale, shift, out)
         return out
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -331,7 +331,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
         self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor
     ) -> Tensor:
         out = table.new_empty(tokens.shape[0], table.shape[1])
-        embed.launch(tokens, from_slot, last, image_row, arena, table, out)
+        input_embeddings.launch(tokens, from_slot, last, image_row, arena, table, out)
         return out
 
     def gather_rows(self, source: Tensor, index: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from trencadis.backends.hpu.policy import policy as pick_policy
+from trencadis.backends.hpu.shape_policy import policy as pick_policy
 from trencadis.core.errors import StartupError
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ def describe(index: int = 0) -> list[tuple[str, str]]:
     Raises:
         StartupError: one line about a stack, a mode or a card that cannot be used.
     """
-    from trencadis.backends.hpu.start import environment
+    from trencadis.backends.hpu.start import gaudi_mode_and_env
 
-    return environment.find_capability(os.environ, index).rows()
+    return gaudi_mode_and_env.find_capability(os.environ, index).rows()
 
 
 def probes(index: int = 0) -> Iterator[tuple[str, Callable[[], str]]]:
@@ -90,11 +90,11 @@ def cards(policy: str, environ: Mapping[str, str]) -> tuple[int, str] | None:
     Raises:
         StartupError: ``HABANA_VISIBLE_MODULES`` cannot be read.
     """
-    from trencadis.backends.hpu.start import environment, gaudi_detection
+    from trencadis.backends.hpu.start import gaudi_detection, gaudi_mode_and_env
 
     here = gaudi_detection.find_machine(environ)
     try:
-        if environment.choose(environ, here, gaudi_detection.find_stack()) == environment.EMULATED:
+        if gaudi_mode_and_env.choose(environ, here, gaudi_detection.find_stack()) == gaudi_mode_and_env.EMULATED:
             return None
     except StartupError:
         return None if here.cards else (0, "there is none here")
@@ -114,12 +114,12 @@ def listing() -> list[str]:
 
 def usable() -> str:
     """Returns why no Gaudi of this machine can serve; an empty string if one can."""
-    from trencadis.backends.hpu.start import environment, gaudi_detection
+    from trencadis.backends.hpu.start import gaudi_detection, gaudi_mode_and_env
 
     if not gaudi_detection.find_machine(os.environ).cards:
         return "there is none; --device hpu emulates one"
     try:
-        environment.find_capability(os.environ)
+        gaudi_mode_and_env.find_capability(os.environ)
     except StartupError as error:
         return str(error)
     return ""

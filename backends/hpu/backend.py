@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from trencadis.backends.fault_injection import Hooks
-from trencadis.backends.hpu.attention.prefill import check_bucket
-from trencadis.backends.hpu.bridge import Bridge, emulator_hooks
+from trencadis.backends.hpu.attention.prefill_attention import check_bucket
+from trencadis.backends.hpu.habana_bridge import Bridge, emulator_hooks
 from trencadis.backends.hpu.hccl_comm import HpuComm, HpuPipe
 from trencadis.backends.hpu.hpu_settings import HpuSettings, require_symbols, settings
 from trencadis.backends.hpu.launches.block_copies import HpuBlockCopies
@@ -23,8 +23,8 @@ from trencadis.backends.hpu.launches.host_copies import HostOutputPool, HpuPendi
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
 from trencadis.backends.hpu.launches.hpu_program import CompiledProgram, GraphProgram, HpuProgram, LaunchContexts
 from trencadis.backends.hpu.ops import HpuOps
-from trencadis.backends.hpu.policy import without_fp8
 from trencadis.backends.hpu.recurrent_check import check_recurrent
+from trencadis.backends.hpu.shape_policy import without_fp8
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import (
@@ -38,7 +38,7 @@ from trencadis.core.device.backend import (
     Program,
     TensorsOut,
 )
-from trencadis.core.device_policy import Policy
+from trencadis.core.device_shape_policy import Policy
 from trencadis.core.envs import get_bool
 from trencadis.core.executor.rendezvous import join_group
 from trencadis.core.graphs.graph_manager import EventStopwatch, Stopwatch

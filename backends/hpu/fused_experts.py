@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from trencadis.backends.cpu.expert_mlp import activate, join_experts, route_tokens, run_all_experts
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.habana_bridge import Bridge
 from trencadis.backends.hpu.hpu_quantised_linear import E4M3, floats8_weight, round_tokens
 from trencadis.backends.hpu.launches.region_compiler import RegionCompiler, own_code, part
 from trencadis.core.errors import format_error

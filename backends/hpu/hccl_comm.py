@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trencadis.backends.hpu.bridge import Bridge, join_lines
 from trencadis.backends.hpu.collectives import use_group
+from trencadis.backends.hpu.habana_bridge import Bridge, join_lines
 from trencadis.backends.hpu.launches.host_copies import Staging
-from trencadis.backends.hpu.policy import pieces
+from trencadis.backends.hpu.shape_policy import pieces
 from trencadis.core.device.backend import BackendConfig
 
 log = logging.getLogger("trencadis.engine")

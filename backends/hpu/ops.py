@@ -12,11 +12,16 @@ from torch import Tensor
 
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cpu.sampler import accepted_slots, apply_penalties, draw, sample_full
-from trencadis.backends.hpu.attention import block_decode, prefill, quantised_kv_cache, vision, window_attention
+from trencadis.backends.hpu.attention import (
+    block_decode_attention,
+    prefill_attention,
+    quantised_kv_cache,
+    vision_tower_attention,
+    window_attention,
+)
 from trencadis.backends.hpu.attention.attention_inputs import FreshAttn, JoinedContext, SharedDecode, SlicedContext
+from trencadis.backends.hpu.attention.attention_softmax import AttentionKernels, lowest
 from trencadis.backends.hpu.attention.per_launch_inputs import AttnPreparation, DecodeForm, SegmentPreparation
-from trencadis.backends.hpu.attention.softmax import AttentionKernels, lowest
-from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.fused_experts import (
     ListedExperts,
     ListedFp8Experts,
@@ -27,6 +32,7 @@ from trencadis.backends.hpu.fused_experts import (
     run_listed_experts,
     run_listed_fp8_experts,
 )
+from trencadis.backends.hpu.habana_bridge import Bridge
 from trencadis.backends.hpu.hpu_quantised_linear import (
     TAKEN,
     Floats8Weight,
@@ -47,7 +53,6 @@ from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.joined_adapters import JoinedAdapterOps, JoinedSlots
 from trencadis.backends.hpu.launches.hpu_inputs import leaves, rebuild
 from trencadis.backends.hpu.launches.region_compiler import RegionCompiler, Regions, group_layers
-from trencadis.backends.hpu.policy import pieces
 from trencadis.backends.hpu.sampling_thresholds import (
     HEAD_TYPES,
     RESET_TYPES,
@@ -55,6 +60,7 @@ from trencadis.backends.hpu.sampling_thresholds import (
     count_tokens,
     find_thresholds,
 )
+from trencadis.backends.hpu.shape_policy import pieces
 from trencadis.core.device.backend import (
     Attn,
     ExpertBiases,
@@ -437,16 +443,16 @@ class HpuOps(JoinedAdapterOps, StaticRecurrentOps, ReferenceOps):
         if isinstance(attn, window_attention.PerWindow):
             attn = attn.each[attn.windows.index(window)]
         if isinstance(attn, FreshAttn):
-            return prefill.attend_fresh(q, k, v, attn, scale, fp32, kernels)
+            return prefill_attention.attend_fresh(q, k, v, attn, scale, fp32, kernels)
         if isinstance(attn, window_attention.MaskedRows):
             return window_attention.attend_fresh(q, k, v, attn, scale, fp32, kernels)
         if isinstance(attn, window_attention.WindowContext):
-            keys, values = prefill.stored_keys(kv, attn.near_slots, size, q.dtype, kernels)
+            keys, values = prefill_attention.stored_keys(kv, attn.near_slots, size, q.dtype, kernels)
             return window_attention.attend_window(q, k, v, (keys, values), attn, scale, fp32, kernels)
         if isinstance(attn, (JoinedContext, SlicedContext)):
-            return prefill.attend_context(q, k, v, kv, attn, size, scale, fp32, kernels)
+            return prefill_attention.attend_context(q, k, v, kv, attn, size, scale, fp32, kernels)
         if isinstance(attn, SharedDecode):
-            return block_decode.attend_decode(q, kv, attn, size, scale, fp32, kernels)
+            return block_decode_attention.attend_decode(q, kv, attn, size, scale, fp32, kernels)
         raise TypeError(f"{type(attn).__name__} was not filled by this backend")
 
     def prepare_recurrent(self, rows: RecurrentRows, attn: object) -> RecurrentRows:
@@ -459,11 +465,13 @@ class HpuOps(JoinedAdapterOps, StaticRecurrentOps, ReferenceOps):
         return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Any, scale: float) -> Tensor:
-        return vision.attend_windows(q, k, v, seg, scale, self.settings.fp32_softmax_vision, self.kernels)
+        return vision_tower_attention.attend_windows(
+            q, k, v, seg, scale, self.settings.fp32_softmax_vision, self.kernels
+        )
 
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Any, scale: float) -> Tensor:
         fp32 = self.settings.fp32_softmax_vision
-        return vision.attend_images(q, k, v, seg, scale, fp32, self.kernels, lambda: self.cut("tile"))
+        return vision_tower_attention.attend_images(q, k, v, seg, scale, fp32, self.kernels, lambda: self.cut("tile"))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from benchmarks.fleet.replica_costs import Machine
 from benchmarks.fleet.trace_request import Job
+from trencadis.server.processes.replica_router import RANDOM_REPLICAS, PrefixAffinityRouter
 from trencadis.server.processes.replica_wait_prediction import Assignment
-from trencadis.server.processes.router import RANDOM_REPLICAS, PrefixAffinityRouter
 
 POINTS = 64
 """Places of a replica on the ring of hashes."""

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.packing import qwen_7b
-from trencadis.backends.cuda.timing import time_report
-from trencadis.backends.cuda.timing.kernel_times import card, time_of
-from trencadis.backends.cuda.timing.meta_launch_recorder import DecodeRecorder
+from trencadis.backends.cuda.time_estimates import time_report
+from trencadis.backends.cuda.time_estimates.kernel_times import card, time_of
+from trencadis.backends.cuda.time_estimates.meta_launch_recorder import DecodeRecorder
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 
 LENGTH = 32_768

@@ -20,9 +20,9 @@ import llguidance
 
 from benchmarks.harness.checkpoints import SHAPES, checkpoint
 from benchmarks.harness.reporting import median, report, table
-from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.structured_outputs import Rule
 from trencadis.server.grammars.grammar_cache import GrammarCache

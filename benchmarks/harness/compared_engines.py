@@ -23,7 +23,7 @@ from PIL import Image
 
 from benchmarks.harness.checkpoints import WORDS
 from benchmarks.harness.vision_ops import usable_torchvision
-from trencadis.core.startup_progress import SilentProgress
+from trencadis.core.startup_progress_and_warmup_pacing import SilentProgress
 
 Message = dict[str, Any]
 SIDE = 448
@@ -166,7 +166,7 @@ class Ours:
 
 
 class Phases(SilentProgress):
-    """``core.startup_progress.Progress``: seconds of each phase of a start-up."""
+    """``core.startup_progress_and_warmup_pacing.Progress``: seconds of each phase of a start-up."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

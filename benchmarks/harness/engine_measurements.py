@@ -123,7 +123,7 @@ class PlannedPrices(NamedTuple):
 
 def formulas(side: Ours) -> PlannedPrices:
     """Prices of the plan's graphs by formula alone, as ``trencadis plan`` makes them without measurements."""
-    from trencadis.core.checkpoint import registry
+    from trencadis.core.checkpoint import model_registry
     from trencadis.core.checkpoint.config_reader import load_config
     from trencadis.core.devices import TABLE
     from trencadis.core.engine.dry_run import DryRun, PlannedDevice
@@ -134,7 +134,7 @@ def formulas(side: Ours) -> PlannedPrices:
     policy = import_module(TABLE[name].partition(":")[0]).pick_policy(config.policy)
     model = load_config(Path(config.model), config.quantization)
     total = sum(count for _, count in side.llm.engine.info().graphs.ledger)  # type: ignore[union-attr]
-    images = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
+    images = model_registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
     requested = bucket_env.read_bucket_options(os.environ)
     length = side.llm.engine.info().max_model_len
     start = DryRun(replace(config, max_model_len=length), model, policy, requested, images, PlannedDevice(name, total))

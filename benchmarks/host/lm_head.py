@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from benchmarks.harness.reporting import median, report, table
-from trencadis.backends.cpu.native import dense
-from trencadis.backends.cpu.native.row_kernels import best
+from trencadis.backends.cpu.native import dense_linear
+from trencadis.backends.cpu.native.attention_and_row_kernels import best
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 
 WAYS = ("oneDNN", "own", "oneDNN and argmax", "own, no logits")
@@ -34,8 +34,8 @@ def ways(ops: CpuOps, w: PackedWeight, x: torch.Tensor) -> dict[str, Callable[[]
     panels = w.panels
     made: dict[str, Callable[[], Any]] = {WAYS[0]: run_onednn, WAYS[2]: lambda: best(run_onednn(), ops.table)}
     if panels is not None:
-        made[WAYS[1]] = lambda: dense.product(x, panels)
-        made[WAYS[3]] = lambda: dense.best(x, panels, panels.outputs, 1.0)
+        made[WAYS[1]] = lambda: dense_linear.product(x, panels)
+        made[WAYS[3]] = lambda: dense_linear.best(x, panels, panels.outputs, 1.0)
     return made
 
 

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.reporting import Others, environment, median, report, table
-from trencadis.core.config import EngineConfig
 from trencadis.core.cpu_affinity import computing_cpus
 from trencadis.core.device.packed_weights_file import PackedFile, packed_file
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.weight_files import files_of
 
 PIECE, SOURCE = 8 << 20, 256 << 20

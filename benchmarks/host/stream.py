@@ -29,10 +29,10 @@ from typing import Any
 
 from benchmarks.harness.reporting import ROOT, environment, report, table
 from benchmarks.host.stream_kinds import KINDS, Kind
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.process.engine_messages import EngineInfo, EngineStats
 from trencadis.core.request import Delta, Request, TokenLogprob
-from trencadis.core.startup_progress import Progress
+from trencadis.core.startup_progress_and_warmup_pacing import Progress
 
 HEADER = ("kind", "clients", "tokens", "us a token", "of it system", "tokens/s", "lag ms p99", "gone: most")
 

@@ -173,9 +173,9 @@ def emulated() -> bool:
     """
     import os
 
-    from trencadis.backends.hpu.start import environment
+    from trencadis.backends.hpu.start import gaudi_mode_and_env
 
-    return not environment.find_capability(os.environ).real
+    return not gaudi_mode_and_env.find_capability(os.environ).real
 
 
 def main() -> int:

@@ -12,8 +12,8 @@ from torch.nn import functional
 from benchmarks.gpu.layers import SHAPES, SMALL, LayerRun, LayerShape
 from benchmarks.kernels.case import Case
 from trencadis.backends.cpu.reference_ops import PlainWeight, ReferenceOps
-from trencadis.backends.cuda.kernels import fused_moe, tiles
-from trencadis.backends.cuda.kernels.layers import skinny_codes, skinny_gemm
+from trencadis.backends.cuda.kernels import fused_moe, tile_sizes
+from trencadis.backends.cuda.kernels.layers import skinny_gemm, skinny_quantised_gemm
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.backends.cuda.weights.quantised_weight import dequantise, pack_quantised_weight
 from trencadis.core.quant import online_quant
@@ -36,8 +36,8 @@ def skinny(
     multiply: Any = skinny_gemm.product
     values = dense.float()
     if codes:
-        w = pack_quantised_weight(online_quant.quantise(dense, CODES[codes], dtype), None, tiles.arch_of(device))
-        multiply, values = skinny_codes.product, dequantise(w)
+        w = pack_quantised_weight(online_quant.quantise(dense, CODES[codes], dtype), None, tile_sizes.arch_of(device))
+        multiply, values = skinny_quantised_gemm.product, dequantise(w)
 
     def run() -> Tensor:
         found: Tensor = multiply(x, w, arrived, norm, gate)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.case import Case
-from trencadis.backends.cuda.kernels import quantised_linear, tiles
+from trencadis.backends.cuda.kernels import quantised_linear, tile_sizes
 from trencadis.backends.cuda.weights.quantised_weight import dequantise, pack_quantised_weight, product
 from trencadis.core.quant import online_quant
 from trencadis.core.quant.weight_storage_format import Scheme
@@ -30,7 +30,7 @@ def case(
     """One product of ``rows`` rows: few are judged by the bytes that they read."""
     out, inputs = shape
     dense = torch.randn(out, inputs, dtype=dtype, device=device) / inputs**0.5
-    w = pack_quantised_weight(online_quant.quantise(dense, scheme, dtype), None, tiles.arch_of(device))
+    w = pack_quantised_weight(online_quant.quantise(dense, scheme, dtype), None, tile_sizes.arch_of(device))
     x = torch.randn(rows, inputs, dtype=dtype, device=device)
 
     def run() -> Tensor:

@@ -101,7 +101,7 @@ class Pair:
         """Seconds of the tower, and of what makes rows of its outputs, for an image that is prepared."""
         from trencadis.core.checkpoint.config_reader import load_config
         from trencadis.core.checkpoint.model_config import reserved_rows
-        from trencadis.core.checkpoint.registry import image_processor
+        from trencadis.core.checkpoint.model_registry import image_processor
         from trencadis.core.step import Encode, Step
 
         config = load_config(Path(self.llm.config.model))

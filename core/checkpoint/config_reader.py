@@ -15,8 +15,8 @@ from trencadis.core.checkpoint.family import Family
 from trencadis.core.checkpoint.inc_config import VARIABLE, given_scales
 from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.model_registry import OTHER_LAYOUTS, architectures, family_of
 from trencadis.core.checkpoint.quant_config import ONLINE, Quantisation, from_inc, online, read_quantisation
-from trencadis.core.checkpoint.registry import OTHER_LAYOUTS, architectures, family_of
 from trencadis.core.errors import StartupError, suggest_name
 from trencadis.core.json_types import JsonMapping, JsonObject
 

@@ -1,7 +1,7 @@
 """A model family as one frozen record: config parser, weight names, and the function that builds the model.
 
 Torch-free, because the API process and ``trencadis plan`` read it. Families of other packages are found by the
-entry-point group ``trencadis.models`` (core/checkpoint/registry.py).
+entry-point group ``trencadis.models`` (core/checkpoint/model_registry.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class VisionSide:
 
     Args:
         needs: (ModelConfig, ``--mm-processor-kwargs``, alignment) -> ``ImageNeeds``.
-        sizes: (ModelConfig or None, ``--mm-processor-kwargs``, alignment) -> ``multimodal.processor.ImageGeometry``,
+        sizes: (ModelConfig or None, ``--mm-processor-kwargs``, alignment) ->
+        ``multimodal.processor_interface.ImageGeometry``,
             the sizes of an image by height and width.
         processor: (ModelConfig, ``--mm-processor-kwargs``, alignment) -> the checkpoint's image processor.
         tokens: keys of config.json -> names of these media tokens in every tokenizer of the family.

@@ -36,7 +36,7 @@ from trencadis.core.device.launch_tensors import VisionTensors as VisionTensors
 from trencadis.core.device.launch_tensors import host_output as host_output
 from trencadis.core.device.launch_tensors import slots_at as slots_at
 from trencadis.core.device.packed_weights_file import PackedFile
-from trencadis.core.device_policy import Policy
+from trencadis.core.device_shape_policy import Policy
 from trencadis.core.devices import BUILT, TABLE, find_installed_backend, import_backend, list_devices
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.quantised_tensor import QTensor

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.shared_constants import align_up

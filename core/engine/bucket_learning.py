@@ -1,9 +1,9 @@
 """Learns the shapes of an engine from its traffic: records, proposes, has proposals judged, and keeps a profile.
 
 The engine's thread calls ``tick`` before each step. A search takes two seconds and the pricing of a proposal half of
-one; both run in a process of their own (``search_process``), for which a thread waits, and files are written by a
-thread. A proposal is judged by traffic that came after it, unless ``force`` is given; then ``pending`` has the buckets
-that the engine is to change to. A change whose launches take longer than predicted is taken back.
+one; both run in a process of their own (``bucket_search_process``), for which a thread waits, and files are written by
+a thread. A proposal is judged by traffic that came after it, unless ``force`` is given; then ``pending`` has the
+buckets that the engine is to change to. A change whose launches take longer than predicted is taken back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from statistics import mean
 
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.engine.search_process import (
+from trencadis.core.engine.bucket_search_process import (
     Answer,
     FoundBuckets,
     LearnTask,
@@ -51,8 +51,8 @@ from trencadis.core.shapes.cost_model import (
 )
 from trencadis.core.shapes.launch_costs import Costs
 from trencadis.core.shapes.learned_plan import KEPT_STAGES
-from trencadis.core.shapes.need_recorder import NeedRecorder
 from trencadis.core.shapes.plan_change_rules import ChangeGuard, ChangeRate, PlanCosts
+from trencadis.core.shapes.shape_need_recorder import NeedRecorder
 
 log = logging.getLogger("trencadis.engine")
 

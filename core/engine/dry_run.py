@@ -11,9 +11,9 @@ from pathlib import Path
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
-from trencadis.core.config import EngineConfig
-from trencadis.core.device_policy import Policy, capturable
+from trencadis.core.device_shape_policy import Policy, capturable
 from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes, list_remedies, mode_notes
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.engine_stats import LedgerRow
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
@@ -262,20 +262,20 @@ class DryRun:
             *advice,
         )
         return StartupPlan(
-            plan,
-            limits,
-            self.estimator,
-            ledger,
-            settings,
-            tuple(prices),
-            selection,
-            self._seconds(plan),
-            self._formula(plan, limits),
-            lines,
-            self._arena_rows(limits),
-            weight_offload.offload_rows(self.config, self.estimator, limits.block_size),
-            states,
-            static,
+            plan=plan,
+            limits=limits,
+            estimator=self.estimator,
+            ledger=ledger,
+            settings=settings,
+            prices=tuple(prices),
+            selection=selection,
+            seconds=self._seconds(plan),
+            formula=self._formula(plan, limits),
+            notes=lines,
+            arena_rows=self._arena_rows(limits),
+            host=weight_offload.offload_rows(self.config, self.estimator, limits.block_size),
+            states=states,
+            static=static,
         )
 
     def _check_chunking(self, limits: ShapeLimits) -> None:
@@ -336,17 +336,17 @@ class DryRun:
         if missing > 0:
             notes.append(f"{gib(missing)} are missing: lower --max-num-batched-tokens or --kv-cache-memory-bytes.")
         return StartupPlan(
-            plan,
-            limits,
-            self.estimator,
-            ledger,
-            settings,
-            (),
-            selection,
-            {},
-            ("activations",),
-            tuple(notes),
-            found.arena_rows,
+            plan=plan,
+            limits=limits,
+            estimator=self.estimator,
+            ledger=ledger,
+            settings=settings,
+            prices=(),
+            selection=selection,
+            seconds={},
+            formula=("activations",),
+            notes=tuple(notes),
+            arena_rows=found.arena_rows,
             states=found.states,
         )
 

@@ -18,12 +18,12 @@ from trencadis.core.engine_stats import BucketUse, EngineInfo, EngineStats, Grap
 from trencadis.core.executor.executor_interface import Executor
 from trencadis.core.request import Delta, Request
 from trencadis.core.scheduling.image_packer import ImagePacker
-from trencadis.core.scheduling.lifecycle import Lifecycle
+from trencadis.core.scheduling.request_lifecycle import Lifecycle
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.step_builder import AdapterLoads, EvictionCounts, log_launches
 from trencadis.core.scheduling.step_builder import log as decisions
-from trencadis.core.shapes.step_times import chunk_sizes
-from trencadis.core.startup_progress import WarmupPacing
+from trencadis.core.shapes.step_times_and_chunk_budget import chunk_sizes
+from trencadis.core.startup_progress_and_warmup_pacing import WarmupPacing
 from trencadis.core.step import PixelNeed, Step, StepOutput, UInt8
 
 if TYPE_CHECKING:

@@ -18,14 +18,13 @@ from pathlib import Path
 import torch
 
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, reserved_rows
-from trencadis.core.checkpoint.pooler_config import load_model_config
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.pooling_resolver import load_model_config
 from trencadis.core.device import backend as seam
 from trencadis.core.device.backend import Backend, BackendConfig
 from trencadis.core.device.packed_weights_file import packed_file
-from trencadis.core.device_policy import Policy
+from trencadis.core.device_shape_policy import Policy
 from trencadis.core.devices import choose
 from trencadis.core.engine.bucket_learning import OFF, BucketLearning, LearningSettings, PlanAccess
 from trencadis.core.engine.dry_run import shape_limits
@@ -34,6 +33,7 @@ from trencadis.core.engine.graph_startup import DeviceStart
 from trencadis.core.engine.kv_offload_setup import open_block_pool, open_state_pool, with_host_blocks
 from trencadis.core.engine.request_trace import RequestTrace
 from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.engine_stats import EngineInfo
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.executor_interface import Executor
@@ -43,14 +43,14 @@ from trencadis.core.executor.rank_launcher import Launcher, LocalLauncher
 from trencadis.core.executor.rendezvous import serve_store
 from trencadis.core.executor.uniproc_executor import UniprocExecutor
 from trencadis.core.graphs.graph_manager import LaunchTimer
+from trencadis.core.graphs.graph_rank_agreement import RankAgreement
 from trencadis.core.graphs.graph_reporter import GraphReporter
-from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.host_memory import free_host, gib
 from trencadis.core.kv.block_pool import EvictionLog
 from trencadis.core.launches.draft_loading import HeldDraft, load_drafter
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
-from trencadis.core.links.topology import RAY, Topology, topology
+from trencadis.core.links.rank_placement import RAY, Topology, topology
 from trencadis.core.lora.adapter_store import open_store
 from trencadis.core.memory import graph_measurements, weight_offload
 from trencadis.core.memory.cache_plan import CacheOptions, CachePlan, plan_cpu
@@ -59,7 +59,7 @@ from trencadis.core.memory.weight_bytes import adapter_bytes, host_adapters, slo
 from trencadis.core.models import model_loader
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.decoder_layer import choose_timed_part
-from trencadis.core.process import torch_env
+from trencadis.core.process import torch_detection
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler, ModelDrafts
 from trencadis.core.scheduling.encoder_scheduler import EncoderCache
 from trencadis.core.scheduling.image_packer import ImagePacker
@@ -69,13 +69,13 @@ from trencadis.core.shapes.bucket_options import read_bucket_options
 from trencadis.core.shapes.bucket_profile import list_set_stages, read_profile
 from trencadis.core.shapes.launch_costs import Costs, work_of
 from trencadis.core.shapes.learned_plan import KEPT_STAGES
-from trencadis.core.shapes.need_recorder import NeedRecorder
 from trencadis.core.shapes.pipeline_partition import split_model
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.core.shapes.step_times import StepTimes, chunk_sizes
+from trencadis.core.shapes.shape_need_recorder import NeedRecorder
+from trencadis.core.shapes.step_times_and_chunk_budget import StepTimes, chunk_sizes
 from trencadis.core.spec.draft_checkpoint import Drafter, find_drafter
 from trencadis.core.spec.spec_config import resolve_speculation
-from trencadis.core.startup_progress import Progress, SilentProgress, WarmupPacing
+from trencadis.core.startup_progress_and_warmup_pacing import Progress, SilentProgress, WarmupPacing
 
 
 def launcher_of(config: EngineConfig, topology: Topology, environ: Mapping[str, str]) -> Launcher:
@@ -137,7 +137,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     config = dataclasses.replace(config, threads=requested_threads(config.threads, os.environ))
     started = time.perf_counter()
     layout = topology(config, os.environ)
-    torch_env.prepare_device_env(config.device, world=layout.here)
+    torch_detection.prepare_device_env(config.device, world=layout.here)
     progress("config", config.model)
     model_config = load_model_config(config)
     check_size(model_config, config.tensor_parallel_size)
@@ -325,7 +325,7 @@ def backend_config(
             "policy": config.policy,
             "attention": config.attention_backend,
             "threads": str(threads_of(config.threads, rank_info.local_world)),
-            **registry.family_options(model.architecture),
+            **model_registry.family_options(model.architecture),
         },
     )
 
@@ -372,7 +372,7 @@ def _cache_plan(
         num_blocks=config.num_gpu_blocks_override,
         arena_images=config.encoder_cache_images,
     )
-    images = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
+    images = model_registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
     (available,) = RankAgreement(backend).over_stages(backend.memory.free())
     kept, size = backend.policy.quantised, backend.dtype.itemsize
     if (slots := slot_sizes(config)) is not None:

@@ -20,20 +20,20 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
-from trencadis.core.config import EngineConfig
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device.backend import Backend
 from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.engine.kv_offload_setup import OffloadLaunches, planned_copies, with_host_blocks
 from trencadis.core.engine.pipeline_dry_run import planned_stage
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError, format_error, is_out_of_memory
 from trencadis.core.graphs.graph_capture import CaptureJournal, GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
+from trencadis.core.graphs.graph_rank_agreement import RankAgreement
 from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.graphs.live_plan_change import PlanChange, PlanChanges
-from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.host_memory import gib
 from trencadis.core.launches.draft_loading import DraftingModel, HeldDraft, load_drafter
@@ -62,7 +62,7 @@ from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.spec.draft_checkpoint import Drafter, sizes_of
-from trencadis.core.startup_progress import Progress, Throttle
+from trencadis.core.startup_progress_and_warmup_pacing import Progress, Throttle
 
 if TYPE_CHECKING:
     from trencadis.core.device.backend import Backend
@@ -216,7 +216,7 @@ class DeviceStart:
         Raises:
             StartupError: the model cannot fit, or the ranks planned different shapes.
         """
-        images = images or registry.image_needs(model_config, config.mm_processor_kwargs, config.image_alignment)
+        images = images or model_registry.image_needs(model_config, config.mm_processor_kwargs, config.image_alignment)
         key = _key(config, model_config, backend, drafter)
         paper = _paper(config, model_config, backend, images, key, drafter)
         return cls(config, model_config, backend, progress, key, paper, drafter)

@@ -8,13 +8,13 @@ from typing import NamedTuple, cast
 
 import torch
 
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import Backend, LayerKV
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.graphs.rank_agreement import RankAgreement
+from trencadis.core.graphs.graph_rank_agreement import RankAgreement
 from trencadis.core.host_memory import free_host
 from trencadis.core.kv.block_pool import BlockPool, HostBlockPool
-from trencadis.core.kv.state_pool import StatePool
+from trencadis.core.kv.recurrent_state_pool import StatePool
 from trencadis.core.launches.host_block_copies import (
     CopyingBackend,
     HostKV,

@@ -13,13 +13,13 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Stage, is_drafting, target_bucket
-from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.model_registry import family_of
 from trencadis.core.checkpoint.pooling_config import MEAN
 from trencadis.core.checkpoint.quant_config import ONLINE, online
-from trencadis.core.checkpoint.registry import family_of
-from trencadis.core.config import EngineConfig
-from trencadis.core.device_policy import PlannedModel, Policy
+from trencadis.core.device_shape_policy import PlannedModel, Policy
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import can_share
 from trencadis.core.kv_cache_format import kv_notes
@@ -131,7 +131,7 @@ def check_adapters(config: EngineConfig, model: ModelConfig, policy: Policy, dev
         return
     if not policy.adapters:
         raise StartupError(f"--enable-lora: the {device} backend has no adapters; --device cpu has them")
-    if not registry.family_of(model.architecture).adapters or model.text.recurrent is not None:
+    if not model_registry.family_of(model.architecture).adapters or model.text.recurrent is not None:
         raise StartupError(f"--enable-lora: adapters of {model.architecture} are merged (trencadis merge-lora)")
     if config.batch_invariant:
         raise StartupError("--enable-lora and --batch-invariant exclude each other: products of adapters are grouped")
@@ -196,7 +196,7 @@ def check_chunking(config: EngineConfig, model: ModelConfig, tokens: int, rows: 
     ``max_model_len``: as the KV cache holds it.
     """
     if model.text.bidirectional_images:
-        image_tokens = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment).tokens
+        image_tokens = model_registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment).tokens
         if tokens < image_tokens + rows:
             raise StartupError(
                 f"{model.architecture} computes an image at a time: --max-num-batched-tokens ({tokens}) must be at "

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
 from trencadis.core.executor.nodes_launcher import listen_address, shared_key, tls_files
@@ -25,7 +25,7 @@ from trencadis.core.links.byte_stream import ByteStream, PlainStream, TlsStream
 from trencadis.core.links.group_key import GroupKey
 from trencadis.core.links.handshake import LIMIT, HandshakeFailed, handshake_as_rank
 from trencadis.core.links.message_link import LinkClosed, PlainLink
-from trencadis.core.links.topology import Topology
+from trencadis.core.links.rank_placement import Topology
 
 log = logging.getLogger("trencadis.engine")
 

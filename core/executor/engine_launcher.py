@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from trencadis.core.config import EngineConfig
 from trencadis.core.cpu_affinity import computing_cpus
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor.rank_info import requested_threads, threads_of
-from trencadis.core.links.topology import RAY, topology
-from trencadis.core.process import engine_messages, torch_env
+from trencadis.core.links.rank_placement import RAY, topology
+from trencadis.core.process import engine_messages, torch_detection
 from trencadis.core.process.child_process import environment, remove_rank_folders
 
 RAY_TOKEN = "RAY_AUTH_TOKEN"
@@ -113,6 +113,6 @@ def make_child_environment(config: EngineConfig, environ: Mapping[str, str]) -> 
     if config.distributed_executor_backend == RAY and RAY_TOKEN in environ:
         made[RAY_TOKEN] = environ[RAY_TOKEN]  # the engine requests its ranks from the cluster
     if config.engine == EngineConfig().engine:
-        for line in torch_env.prepare_device_env(config.device, made, world=ranks).lines:
+        for line in torch_detection.prepare_device_env(config.device, made, world=ranks).lines:
             log.info("%s", line)
     return made

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from trencadis.core.buckets import Bucket
 from trencadis.core.request import AdapterRef
-from trencadis.core.startup_progress import Warming
+from trencadis.core.startup_progress_and_warmup_pacing import Warming
 from trencadis.core.step import DraftRow, Step, StepOutput
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Rank(Protocol):
         ...
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Takes a packed ``core.masks.vocabulary.Vocabulary`` and returns at once; a thread decodes it."""
+        """Takes a packed ``core.token_masks.canonical_tokens.Vocabulary`` and returns at once; a thread decodes it."""
         ...
 
     def prepare(self, grammar: str) -> Future[str]:
@@ -84,7 +84,9 @@ class Executor(Protocol):
         ...
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Sends a packed ``core.masks.vocabulary.Vocabulary`` to every rank; must precede the first grammar."""
+        """Sends a packed ``core.token_masks.canonical_tokens.Vocabulary`` to every rank; must precede the first
+        grammar.
+        """
         ...
 
     def prepare(self, grammar: str) -> Pending[str]:

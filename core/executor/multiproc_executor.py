@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trencadis.core.buckets import Bucket
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
 from trencadis.core.executor.executor_interface import Rank, RankHandle
@@ -32,9 +32,9 @@ from trencadis.core.executor.uniproc_executor import SubmittedWork
 from trencadis.core.launches.stage_transfer import StageOutputs
 from trencadis.core.links.authenticated_link import HeartbeatThread
 from trencadis.core.links.message_link import Link, LinkClosed
-from trencadis.core.links.topology import world_of
+from trencadis.core.links.rank_placement import world_of
 from trencadis.core.request import AdapterRef
-from trencadis.core.startup_progress import Warming
+from trencadis.core.startup_progress_and_warmup_pacing import Warming
 from trencadis.core.step import Step, StepOutput
 
 if TYPE_CHECKING:
@@ -249,7 +249,9 @@ class MultiprocExecutor:
         return SubmittedWork(self._call(self._launches, lambda: self._rank.change_plan(version, buckets)))
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Sends a packed ``core.masks.vocabulary.Vocabulary`` to every rank; must precede the first grammar."""
+        """Sends a packed ``core.token_masks.canonical_tokens.Vocabulary`` to every rank; must precede the first
+        grammar.
+        """
         self._broadcast(rank_messages.SetVocabulary(bytes(data)))
         self._rank.set_vocabulary(data)
 

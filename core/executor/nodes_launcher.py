@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import cast
 
 from trencadis.core import envs
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.executor.rank_launcher import RemoteRankState, start_local_rank
 from trencadis.core.links.group_key import SIZE, GroupKey, TlsFiles
 from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.message_link import Link
-from trencadis.core.links.topology import EXTERNAL, Topology
+from trencadis.core.links.rank_placement import EXTERNAL, Topology
 
 
 @dataclass

@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event
 from typing import Protocol
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor.rank_info import RankFingerprint, RankInfo, threads_of
 from trencadis.core.links.message_link import Link, PlainLink
 from trencadis.core.process.child_process import CLEANUPS, RANK_FOLDER, environment

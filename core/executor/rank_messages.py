@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trencadis.core.buckets import Bucket
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor.rank_info import RankFingerprint, RankInfo
 from trencadis.core.links.group_key import TlsFiles
 from trencadis.core.request import AdapterRef
@@ -78,7 +78,7 @@ class ChangePlan(msgspec.Struct, tag=True):
 
 
 class SetVocabulary(msgspec.Struct, tag=True):
-    """Down: a packed ``core.masks.vocabulary.Vocabulary``, sent before the first Step that needs it."""
+    """Down: a packed ``core.token_masks.canonical_tokens.Vocabulary``, sent before the first Step that needs it."""
 
     data: bytes
 

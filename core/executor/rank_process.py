@@ -21,7 +21,7 @@ from importlib import import_module
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
 from trencadis.core.executor.engine_connection import connect_to_engine
@@ -30,9 +30,9 @@ from trencadis.core.executor.rank_info import RankInfo, compute_rank_fingerprint
 from trencadis.core.executor.serial_thread import SerialThread
 from trencadis.core.links.authenticated_link import HeartbeatThread
 from trencadis.core.links.message_link import Link, LinkClosed, PlainLink
-from trencadis.core.process import child_process, function_trace, log_setup, torch_env
+from trencadis.core.process import child_process, function_trace, log_setup, torch_detection
 from trencadis.core.process.heap_trimmer import HeapTrimmer
-from trencadis.core.startup_progress import Progress, SilentProgress
+from trencadis.core.startup_progress_and_warmup_pacing import Progress, SilentProgress
 from trencadis.core.step import Step, StepOutput
 
 if TYPE_CHECKING:
@@ -142,9 +142,9 @@ class RankProcess:
         log_setup.setup(level, begin.config.log_format)
         log_setup.apply_config_file(begin.config.log_config_file)
         function_trace.start_if_asked()
-        torch_env.prepare_device_env(begin.config.device, rank=begin.rank_info.card, world=begin.rank_info.cards)
+        torch_detection.prepare_device_env(begin.config.device, rank=begin.rank_info.card, world=begin.rank_info.cards)
         if begin.factory.startswith(f"{__package__.partition('.')[0]}."):
-            torch_env.import_torch()
+            torch_detection.import_torch()
         opened = build(begin.factory, begin.config, begin.rank_info, CaptureReporter(self.send))
         self.send(rank_messages.RankReady())
         self.steady = True

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.ray_launcher import EnginePlacement, MultiNodePlacement
 from trencadis.core.links.message_link import LinkClosed, PlainLink

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import count
 from typing import Protocol
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages, ray_broker
 from trencadis.core.executor.engine_launcher import RAY_TOKEN, EngineHandle, EngineProcessHandle

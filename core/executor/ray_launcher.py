@@ -17,9 +17,9 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any, cast
 
-from trencadis.core.config import EngineConfig
 from trencadis.core.cpu_affinity import computing_cpus
 from trencadis.core.devices import CARD_VARIABLES, RESOURCES, likely
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages, ray_cluster
 from trencadis.core.executor.engine_connection import HeadlessRanks, connect_to_engine
@@ -31,8 +31,8 @@ from trencadis.core.executor.ray_cluster import ClusterNode
 from trencadis.core.links.group_key import GroupKey
 from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.message_link import Link
+from trencadis.core.links.rank_placement import Topology
 from trencadis.core.links.socket_relay import Relay
-from trencadis.core.links.topology import Topology
 from trencadis.core.process import engine_messages
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from trencadis.core.buckets import Bucket
 from trencadis.core.executor.executor_interface import Rank
 from trencadis.core.request import AdapterRef
-from trencadis.core.startup_progress import Warming
+from trencadis.core.startup_progress_and_warmup_pacing import Warming
 from trencadis.core.step import DraftRow, Step, StepOutput
 
 if TYPE_CHECKING:
@@ -95,7 +95,9 @@ class UniprocExecutor:
         return SubmittedWork(self._thread.submit(self._rank.change_plan, version, buckets))
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Passes a packed ``core.masks.vocabulary.Vocabulary`` to the rank; must precede the first grammar."""
+        """Passes a packed ``core.token_masks.canonical_tokens.Vocabulary`` to the rank; must precede the first
+        grammar.
+        """
         self._rank.set_vocabulary(data)
 
     def prepare(self, grammar: str) -> Pending[str]:

@@ -26,11 +26,11 @@ from enum import IntEnum
 
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.device.backend import ProgramState
-from trencadis.core.device_policy import capturable
+from trencadis.core.device_shape_policy import capturable
 from trencadis.core.engine_stats import EAGER, FAILED, LARGE, NO_GRAPHS, POOL_FULL, RELEASED, WARMING
 from trencadis.core.errors import format_error, is_out_of_memory
 from trencadis.core.graphs.graph_manager import GraphManager
-from trencadis.core.graphs.rank_agreement import RankAgreement
+from trencadis.core.graphs.graph_rank_agreement import RankAgreement
 from trencadis.core.host_memory import gib
 from trencadis.core.memory import graph_selection as budget
 from trencadis.core.memory.graph_selection import GraphPrice
@@ -48,7 +48,7 @@ from trencadis.core.memory.ledger import (
     pool_of,
     unused_line,
 )
-from trencadis.core.shapes.shape_needs import RECORDED_STAGES
+from trencadis.core.shapes.shape_need_histogram import RECORDED_STAGES
 
 ReportCapture = Callable[[str, bool], None]
 """Called with the bucket, and True before its capture, False after it."""

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.weight_loader import open_weights
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.weight_file_reader import open_weights
 from trencadis.core.device.backend import Backend, BackendConfig, Body
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.persistent_tensors import kv_cache, sampler_state
 from trencadis.core.memory.estimate import row_blocks
@@ -55,7 +55,7 @@ def open_beside(backend: Backend, draft: ModelConfig) -> Backend:
         upto=text.upto,
         recurrent=False,
         sinks=text.sinks,
-        options={**(shared.cfg.options or {}), **registry.family_options(draft.architecture)},
+        options={**(shared.cfg.options or {}), **model_registry.family_options(draft.architecture)},
     ))  # fmt: skip
 
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import LORA, POOL_ROWS, Bucket, Stage, ahead_variant, verify_variant, wide_variant
 from trencadis.core.cross_attention_inputs import count_units, variant_of
-from trencadis.core.device_policy import Policy
+from trencadis.core.device_shape_policy import Policy
 from trencadis.core.request import MAX_LOGPROBS
-from trencadis.core.shapes.need_recorder import NeedRecorder
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
+from trencadis.core.shapes.shape_need_recorder import NeedRecorder
 from trencadis.core.step import BidirectionalSpan, ImageRows, Row, StateSlots, Step
 
 HEAD_ROWS = 64

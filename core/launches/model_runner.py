@@ -13,8 +13,8 @@ from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import DRAFT, WIDE_ROWS, Bucket, Stage, ahead_variant
 from trencadis.core.device.backend import Backend, Inputs, Pending, Pipe, VisionTensors
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
+from trencadis.core.graphs.graph_rank_agreement import RankAgreement
 from trencadis.core.graphs.live_plan_change import PlanChanges
-from trencadis.core.graphs.rank_agreement import RankAgreement
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.draft_loading import DraftingModel, list_bodies
@@ -38,16 +38,15 @@ from trencadis.core.launches.launch_splitter import (
 )
 from trencadis.core.launches.pending_step import PendingScores, PendingStep, PooledSlice
 from trencadis.core.launches.rank_input_batch import HeadNeeds, RankInputBatch
-from trencadis.core.launches.sample_launches import launch_masked, launch_split
+from trencadis.core.launches.split_sample_launches import launch_masked, launch_split
 from trencadis.core.launches.stage_transfer import PipelineTransfer, runs_on_stage
 from trencadis.core.lora.adapter_store import AdapterStore
-from trencadis.core.masks.manager import MatcherManager
 from trencadis.core.models.eagle3 import Eagle3Head
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.request import AdapterRef
-from trencadis.core.shapes.need_recorder import NeedRecorder
+from trencadis.core.shapes.shape_need_recorder import NeedRecorder
 from trencadis.core.shared_constants import WINDOW_SLOTS
-from trencadis.core.startup_progress import Warming
+from trencadis.core.startup_progress_and_warmup_pacing import Warming
 from trencadis.core.step import (
     DraftRow,
     Encode,
@@ -57,6 +56,7 @@ from trencadis.core.step import (
     Step,
     StepInputs,
 )
+from trencadis.core.token_masks.matcher_manager import MatcherManager
 
 
 class ModelRunner:
@@ -202,7 +202,7 @@ class ModelRunner:
         return drafter.propose(rows)
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Takes a packed ``core.masks.vocabulary.Vocabulary`` and returns at once.
+        """Takes a packed ``core.token_masks.canonical_tokens.Vocabulary`` and returns at once.
 
         On the last stage, a thread decodes it; other stages ignore it.
         """

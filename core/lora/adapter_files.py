@@ -21,8 +21,8 @@ import numpy as np
 from trencadis.core.checkpoint.family import StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.core.checkpoint.model_config import GATED, ModelConfig, TextConfig
+from trencadis.core.checkpoint.model_registry import adapted_tower, family_of
 from trencadis.core.checkpoint.quant_config import canonical_name
-from trencadis.core.checkpoint.registry import adapted_tower, family_of
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import Json
 

@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trencadis.core.checkpoint.checkpoint_source import fused_parts
+from trencadis.core.checkpoint.checkpoint_weight_source import fused_parts
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.checkpoint.registry import adapted_tower
+from trencadis.core.checkpoint.model_registry import adapted_tower
 from trencadis.core.device.backend import AdapterWeights, Backend, PackedAdapters
 from trencadis.core.errors import StartupError
 from trencadis.core.lora.adapter_files import WEIGHTS, Adapter, AdapterTensor, check_tower, read_adapter, read_matrix
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.decoder_layer import DecoderLayer
 from trencadis.core.models.interface import Model
-from trencadis.core.models.linear import ColumnParallelLinear, Linear, RowParallelLinear, Share, pad_rows
-from trencadis.core.models.mlp import GatedMLP, PlainMLP
+from trencadis.core.models.linear_and_embedding import ColumnParallelLinear, Linear, RowParallelLinear, Share, pad_rows
+from trencadis.core.models.mlp_and_norms import GatedMLP, PlainMLP
 from trencadis.core.request import AdapterRef
 from trencadis.core.step import AdapterUpload
 

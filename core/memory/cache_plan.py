@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, reserved_rows
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
 from trencadis.core.kv_cache_format import head_bytes

@@ -15,8 +15,8 @@ from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, verified_width, wide_ids
 from trencadis.core.checkpoint.family import DeviceShare
 from trencadis.core.checkpoint.model_config import OUT, SANDWICH, ModelConfig, TextConfig
-from trencadis.core.checkpoint.registry import family_of
-from trencadis.core.device_policy import DecodedPieces, GraphMemory, InputSizes
+from trencadis.core.checkpoint.model_registry import family_of
+from trencadis.core.device_shape_policy import DecodedPieces, GraphMemory, InputSizes
 from trencadis.core.kv_cache_format import head_bytes
 from trencadis.core.memory import launch_memory
 from trencadis.core.memory.graph_selection import GraphPrice

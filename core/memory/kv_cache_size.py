@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.config import EngineConfig
-from trencadis.core.device_policy import Policy
+from trencadis.core.device_shape_policy import Policy
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
 from trencadis.core.memory.ledger import MemorySplit

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig
 from trencadis.core.checkpoint.model_config import GATED, LAYER, RMS_ONE, SANDWICH, ModelConfig, TextConfig
+from trencadis.core.checkpoint.model_registry import adapted_tower
 from trencadis.core.checkpoint.quant_config import Quantisation
-from trencadis.core.checkpoint.registry import adapted_tower
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.weight_storage_format import (
     FLOATS8,

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from trencadis.core.checkpoint.registry import family_of
-from trencadis.core.config import EngineConfig
-from trencadis.core.device_policy import Policy
+from trencadis.core.checkpoint.model_registry import family_of
+from trencadis.core.device_shape_policy import Policy
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.engine_stats import LedgerRow
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib

@@ -25,11 +25,11 @@ from trencadis.core.checkpoint.rope_config import (
     Scaling,
     YarnScaling,
 )
-from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows, WeightSource, stack
+from trencadis.core.checkpoint.weight_source_interface import StackedPart, StoredRows, WeightSource, stack
 from trencadis.core.device.backend import AdapterRows, Attn, Backend, LayerKV, Ops, Rotary, SinksArgument
 from trencadis.core.kv_cache_format import KVFormat
 from trencadis.core.models.kv_cache_codes import pairs_of, static_of
-from trencadis.core.models.linear import (
+from trencadis.core.models.linear_and_embedding import (
     ColumnParallelLinear,
     ColumnPart,
     RowParallelLinear,
@@ -37,7 +37,7 @@ from trencadis.core.models.linear import (
     pad_rows,
     unit_span,
 )
-from trencadis.core.models.mlp import RMSNorm
+from trencadis.core.models.mlp_and_norms import RMSNorm
 from trencadis.core.quant.quantised_tensor import QTensor, join_weights
 
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import RMS_ONE, ModelConfig, TextConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import Backend, TextTensors
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, first_rows
 from trencadis.core.models.decoder import Decoder, DecoderEntry, FirstLayerInputs
 from trencadis.core.models.interface import CrossAttentionOps, Persistent
-from trencadis.core.models.linear import (
+from trencadis.core.models.linear_and_embedding import (
     ColumnParallelLinear,
     ColumnPart,
     Embedding,
@@ -26,7 +26,7 @@ from trencadis.core.models.linear import (
     check_heads,
     unit_span,
 )
-from trencadis.core.models.mlp import GatedMLP, RMSNorm, norm_of
+from trencadis.core.models.mlp_and_norms import GatedMLP, RMSNorm, norm_of
 from trencadis.core.shared_constants import RESERVED_ROWS
 
 

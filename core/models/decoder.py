@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
+from trencadis.core.checkpoint.checkpoint_weight_source import CheckpointSource
 from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
+from trencadis.core.checkpoint.model_registry import family_of
 from trencadis.core.checkpoint.pooling_config import Pooling
-from trencadis.core.checkpoint.registry import family_of
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import (
     AdapterRows,
     Attn,
@@ -38,8 +38,7 @@ from trencadis.core.models.attention import Attention, TextRotary
 from trencadis.core.models.decoder_layer import DecoderLayer as DecoderLayer
 from trencadis.core.models.decoder_layer import SinglePartLayer
 from trencadis.core.models.interface import GroupingOps, HostLayering, Persistent, RecurrentOps, StatefulLayer
-from trencadis.core.models.layer_inputs import LayerInputEmbedding
-from trencadis.core.models.linear import (
+from trencadis.core.models.linear_and_embedding import (
     NO_ADAPTERS,
     Embedding,
     ImageAdapters,
@@ -48,7 +47,8 @@ from trencadis.core.models.linear import (
     SamplingHead,
     TowerLayer,
 )
-from trencadis.core.models.mlp import Norm, norm_of
+from trencadis.core.models.mlp_and_norms import Norm, norm_of
+from trencadis.core.models.per_layer_embeddings import LayerInputEmbedding
 from trencadis.core.models.pooler import Pooler
 from trencadis.core.models.recurrent_layers import make_recurrent_layer
 from trencadis.core.step import Encode, VisionInputs

@@ -8,14 +8,14 @@ from typing import NamedTuple, cast
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import GATED, OUT, POST, SANDWICH, TextConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Attn, Backend, Rotary
 from trencadis.core.models.attention import Attention
 from trencadis.core.models.interface import StatefulLayer
-from trencadis.core.models.layer_inputs import LayerInput
-from trencadis.core.models.linear import scaled
-from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP, norm_of
+from trencadis.core.models.linear_and_embedding import scaled
+from trencadis.core.models.mlp_and_norms import MLP, GatedMLP, PlainMLP, norm_of
 from trencadis.core.models.moe import ExpertMLP, ExpertsBeside
+from trencadis.core.models.per_layer_embeddings import LayerInput
 
 
 def make_mlp(backend: Backend, c: TextConfig, index: int, group: int = 1, aligned: int = 1) -> MLP | ExpertMLP:

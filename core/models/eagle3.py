@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.weight_source import StackedPart, stack
+from trencadis.core.checkpoint.weight_source_interface import StackedPart, stack
 from trencadis.core.device.backend import (
     Attn,
     Backend,
@@ -33,15 +33,15 @@ from trencadis.core.device.launch_tensors import first_rows
 from trencadis.core.errors import StartupError
 from trencadis.core.models.attention import Attention, TextRotary
 from trencadis.core.models.interface import Persistent
-from trencadis.core.models.linear import Embedding, Linear, RowParallelLinear
-from trencadis.core.models.mlp import GatedMLP, Norm, norm_of
+from trencadis.core.models.linear_and_embedding import Embedding, Linear, RowParallelLinear
+from trencadis.core.models.mlp_and_norms import GatedMLP, Norm, norm_of
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import HEAD_STATES
 from trencadis.core.weight_files import HEAD_TABLE
 
 
 class HeadWeights:
-    """Tensors of a head by their stored names; ``core.checkpoint.weight_source.WeightSource``."""
+    """Tensors of a head by their stored names; ``core.checkpoint.weight_source_interface.WeightSource``."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]], backend: Backend, name: str) -> None:
         self._held = dict(weights)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import (
     AdapterRows,
     HeadTensors,

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.registry import family_of, import_object
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.model_registry import family_of, import_object
 from trencadis.core.device.backend import Backend
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.models.interface import Model
 
 log = logging.getLogger("trencadis.engine")
@@ -35,8 +35,8 @@ def load_model(
     Raises:
         StartupError: the architecture is not supported, or weights are missing, unreadable or have wrong shapes.
     """
-    from trencadis.core.checkpoint.weight_loader import open_weights
-    from trencadis.core.checkpoint.weight_source import KeepingOps  # torch
+    from trencadis.core.checkpoint.weight_file_reader import open_weights
+    from trencadis.core.checkpoint.weight_source_interface import KeepingOps  # torch
 
     model = made or make_model(config, backend)
     cfg = cfg or EngineConfig()

@@ -15,10 +15,10 @@ from torch.nn import functional
 
 from trencadis.core.checkpoint.decoder_layer_config import ExpertsConfig, SigmoidRouting
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.checkpoint.weight_source import WeightSource, take_float, take_values
+from trencadis.core.checkpoint.weight_source_interface import WeightSource, take_float, take_values
 from trencadis.core.device.backend import AdapterRows, Backend, Comm, ExpertBiases, ExpertWeights, Ops
-from trencadis.core.models.linear import Linear, Matrix, merge_or_separate, pad_rows, span
-from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP, RMSNorm
+from trencadis.core.models.linear_and_embedding import Linear, Matrix, merge_or_separate, pad_rows, span
+from trencadis.core.models.mlp_and_norms import MLP, GatedMLP, PlainMLP, RMSNorm
 from trencadis.core.quant.quantised_tensor import QTensor
 
 

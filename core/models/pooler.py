@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.core.checkpoint.pooling_config import Pooling
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import Ops, PoolTensors, PoolTensorsOut
-from trencadis.core.models.linear import scaled
+from trencadis.core.models.linear_and_embedding import scaled
 
 INNER = {"relu": torch.relu, "tanh": torch.tanh}
 """Activations between the two linear layers of a head."""

@@ -11,12 +11,12 @@ from torch.nn import functional
 
 from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Attn, Backend
 from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.models.gated_delta import GatedDeltaNet
 from trencadis.core.models.interface import RecurrentOps, RecurrentState, StatefulLayer
-from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear, check_heads
+from trencadis.core.models.linear_and_embedding import ColumnParallelLinear, ColumnPart, RowParallelLinear, check_heads
 
 
 class ShortConvolution:

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import Backend, VisionTensors
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.linear import NO_ADAPTERS, ImageAdapters, TowerLayer, replicate_layers
+from trencadis.core.models.linear_and_embedding import NO_ADAPTERS, ImageAdapters, TowerLayer, replicate_layers
 
 
 class Tower(Protocol):

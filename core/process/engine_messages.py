@@ -10,7 +10,7 @@ import struct
 
 import msgspec
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.engine_stats import BucketState as BucketState
 from trencadis.core.engine_stats import BucketUse as BucketUse
 from trencadis.core.engine_stats import EngineInfo as EngineInfo
@@ -47,7 +47,8 @@ class Media(msgspec.Struct, tag=True):
 
 
 class VocabularyPart(msgspec.Struct, tag=True):
-    """Down: bytes [offset, offset + payload) of the ``total`` bytes of a packed ``core.masks.vocabulary.Vocabulary``.
+    """Down: bytes [offset, offset + payload) of the ``total`` bytes of a packed
+    ``core.token_masks.canonical_tokens.Vocabulary``.
 
     They are sent once, before the first request whose rule has a grammar.
     """

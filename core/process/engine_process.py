@@ -22,13 +22,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trencadis.core.checkpoint import weight_prefetch
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.packed_weights_file import packed_file
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
-from trencadis.core.links.topology import topology
-from trencadis.core.process import child_process, engine_messages, function_trace, heap_trimmer, log_setup, torch_env
+from trencadis.core.links.rank_placement import topology
+from trencadis.core.process import (
+    child_process,
+    engine_messages,
+    function_trace,
+    heap_trimmer,
+    log_setup,
+    torch_detection,
+)
 from trencadis.core.request import Delta, Request
-from trencadis.core.startup_progress import Progress
+from trencadis.core.startup_progress_and_warmup_pacing import Progress
 from trencadis.core.step import PixelNeed
 
 
@@ -302,12 +309,12 @@ class EngineProcess:
         """Imports torch, unless a test names another engine, and the engine's factory."""
         if config.engine != EngineConfig().engine:
             return find_factory(config.engine)
-        for line in torch_env.prepare_device_env(config.device, world=topology(config, os.environ).here).lines:
+        for line in torch_detection.prepare_device_env(config.device, world=topology(config, os.environ).here).lines:
             log.debug("%s", line)  # the server has already printed it
         kept = packed_file(config)
         weight_prefetch.start_prefetch(config.model, config.load_format, None if kept is None else kept.path)
         self("importing", "torch")
-        torch_env.import_torch()
+        torch_detection.import_torch()
         factory = find_factory(config.engine)
         # Start-up collects garbage whenever it measures memory; frozen objects (here torch's) are not traversed.
         gc.freeze()

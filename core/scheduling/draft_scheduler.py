@@ -21,16 +21,9 @@ from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Sequence, SequenceDrafter, SequenceStatus
 from trencadis.core.scheduling.step_builder import InFlightStep, StepBuilder
 from trencadis.core.shared_constants import DRAFTED_ROWS
-from trencadis.core.spec.ngram_proposer import (
-    AcceptanceRates,
-    DraftModes,
-    DraftProposer,
-    FirstProposal,
-    NgramProposer,
-    StepSeconds,
-    choose_count,
-    cut_at,
-)
+from trencadis.core.spec.draft_count import AcceptanceRates, DraftModes, StepSeconds, choose_count
+from trencadis.core.spec.draft_proposer import DraftProposer, FirstProposal, cut_at
+from trencadis.core.spec.ngram_proposer import NgramProposer
 from trencadis.core.spec.predicted_text import PredictionProposer
 from trencadis.core.spec.spec_config import DRAFT_MODEL, SpeculationConfig
 from trencadis.core.spec.suffix_proposer import AnswerCounts, Owner, SuffixProposer

@@ -18,7 +18,7 @@ from itertools import chain
 from trencadis.core.cross_attention_inputs import NO_CROSS_ATTENTION
 from trencadis.core.engine_stats import EngineStats
 from trencadis.core.kv.block_pool import BlockHashChain, BlockPool
-from trencadis.core.kv.state_pool import StatePool
+from trencadis.core.kv.recurrent_state_pool import StatePool
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.scheduling import step_builder
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
@@ -32,11 +32,11 @@ from trencadis.core.scheduling.encoder_scheduler import (
 from trencadis.core.scheduling.fair_order import TotalOrder, media_order
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.persistent_batch import MicroBatches, can_persist
+from trencadis.core.scheduling.recurrent_state_scheduler import StateScheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Filled, MediaStart, Sequence, SequenceStatus, check_holders
-from trencadis.core.scheduling.state_scheduler import StateScheduler
 from trencadis.core.scheduling.step_builder import AdapterSlots, InFlightStep, StepBuilder
-from trencadis.core.shapes.step_times import StepTimes
+from trencadis.core.shapes.step_times_and_chunk_budget import StepTimes
 from trencadis.core.step import Draw, Int32, Row, Step
 
 

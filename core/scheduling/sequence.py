@@ -21,7 +21,8 @@ from trencadis.core.checkpoint.pooling_config import ALL, FIRST, LAST, MEAN
 from trencadis.core.kv.block_pool import BlockHashChain
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import MAX_LOGPROBS, Delta, Request, RequestStats, TokenLogprob
-from trencadis.core.spec.ngram_proposer import AcceptanceRates, DraftModes, DraftProposer
+from trencadis.core.spec.draft_count import AcceptanceRates, DraftModes
+from trencadis.core.spec.draft_proposer import DraftProposer
 from trencadis.core.step import PENDING, Float32, Int32, Opening, Pooled, PoolSpan, Sample
 from trencadis.core.structured_outputs import Repetition, repeats
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 from trencadis.core.engine_stats import EngineStats
 from trencadis.core.kv.block_pool import BlockPool
-from trencadis.core.kv.state_pool import PendingSnapshot
+from trencadis.core.kv.recurrent_state_pool import PendingSnapshot
 from trencadis.core.request import AdapterRef, TokenLogprob
 from trencadis.core.scheduling.encoder_scheduler import VisionBuilder
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import NOTHING_FOUND, Filled, PrefixFound, Sequence, SequenceStatus
-from trencadis.core.shapes.step_times import ChunkBudget, StepTimes, StepWork
+from trencadis.core.shapes.step_times_and_chunk_budget import ChunkBudget, StepTimes, StepWork
 from trencadis.core.step import PENDING, AdapterUpload, Bias, Draw, HeadOutput, Opening, Reset, Row, TargetScores
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from trencadis.core import envs
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS
-from trencadis.core.device_policy import Density
+from trencadis.core.device_shape_policy import Density
 from trencadis.core.errors import StartupError
 from trencadis.core.shared_constants import WINDOW_SLOTS, align_up
 

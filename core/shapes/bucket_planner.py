@@ -16,8 +16,8 @@ from trencadis.core import cross_attention_inputs
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import LORA, POOL_ROWS, WIDE_ROWS, Bucket, Stage, ahead_variant, verify_variant
 from trencadis.core.checkpoint.model_config import ModelConfig, SquareImage
-from trencadis.core.checkpoint.registry import adapted_tower
-from trencadis.core.device_policy import AxisRule, Policy
+from trencadis.core.checkpoint.model_registry import adapted_tower
+from trencadis.core.device_shape_policy import AxisRule, Policy
 from trencadis.core.shapes.bucket_options import (
     AxisSettings,
     AxisSpan,

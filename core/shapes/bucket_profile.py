@@ -14,14 +14,14 @@ from pathlib import Path
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.device_policy import Policy
+from trencadis.core.device_shape_policy import Policy
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import COARSE
 from trencadis.core.shapes.launch_costs import work_of
 from trencadis.core.shapes.learned_plan import HEADS, LearnedPlan, TooFewGraphs, learn_plan, thin_heads
-from trencadis.core.shapes.shape_needs import MAX_CELLS, NeedHistogram
+from trencadis.core.shapes.shape_need_histogram import MAX_CELLS, NeedHistogram
 
 FORMAT = "trencadis bucket profile"
 VERSION = 1

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.shapes.bucket_search import CostTable, PoolLimit, search_choice
-from trencadis.core.shapes.shape_needs import RECORDED_STAGES, Key, NeedHistogram, round_to_grid
+from trencadis.core.shapes.shape_need_histogram import RECORDED_STAGES, Key, NeedHistogram, round_to_grid
 
 KEPT_STAGES = tuple(stage for stage in Stage if stage not in RECORDED_STAGES)
 """Stages whose needs are not recorded: they keep their buckets, which do not count to the limit of graphs."""

@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import cache
 
 from trencadis.core.checkpoint.model_config import GATED, ModelConfig, StageShare, TextConfig
-from trencadis.core.checkpoint.registry import family_of
-from trencadis.core.device_policy import Policy
+from trencadis.core.checkpoint.model_registry import family_of
+from trencadis.core.device_shape_policy import Policy
 from trencadis.core.errors import StartupError
 
 PARTITION = "VLLM_PP_LAYER_PARTITION"

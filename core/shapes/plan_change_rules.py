@@ -16,7 +16,7 @@ from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket
 from trencadis.core.engine_stats import HELD, PUBLISHED, REVERTED, SMALL, SOON, UNSTEADY, WORSE
 from trencadis.core.shapes.learned_plan import expected_cost
-from trencadis.core.shapes.shape_needs import NeedHistogram
+from trencadis.core.shapes.shape_need_histogram import NeedHistogram
 
 LEAST_GAIN = 0.03
 DRAWS = 1000

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from trencadis.core.buckets import ENCODER_SLOTS
 from trencadis.core.checkpoint.model_config import SquareImage
-from trencadis.core.device_policy import LARGEST
+from trencadis.core.device_shape_policy import LARGEST
 from trencadis.core.shared_constants import DRAFTED_ROWS, WINDOW_SLOTS
 
 

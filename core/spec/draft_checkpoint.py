@@ -12,9 +12,9 @@ from pathlib import Path
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.checkpoint.model_config import POST, ModelConfig, TextConfig
-from trencadis.core.checkpoint.pooler_config import load_model_config
-from trencadis.core.checkpoint.registry import PLAIN_DECODER
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.model_registry import PLAIN_DECODER
+from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.core.shared_constants import HEAD_STATES

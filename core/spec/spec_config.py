@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from trencadis.core.config import DRAFT_MODELS, EngineConfig
+from trencadis.core.engine_config import DRAFT_MODELS, EngineConfig
 from trencadis.core.errors import StartupError, suggest_name
 
 if TYPE_CHECKING:
     from trencadis.core.checkpoint.model_config import ModelConfig
-    from trencadis.core.device_policy import Policy
+    from trencadis.core.device_shape_policy import Policy
 
 SHORTEST, LONGEST = 2, 4
 """Default lengths in ids of the suffixes that are looked up."""

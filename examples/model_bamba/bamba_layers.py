@@ -10,12 +10,12 @@ from torch.nn import functional
 
 from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import Attn, Backend
 from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.interface import RecurrentOps, RecurrentState
-from trencadis.core.models.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
+from trencadis.core.models.linear_and_embedding import ColumnParallelLinear, ColumnPart, RowParallelLinear
 
 
 class StateSpace:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trencadis.core.checkpoint.decoder_fields import experts_of, full_attention, gated_decoder, heads_of
+from trencadis.core.checkpoint.decoder_config_parsers import experts_of, full_attention, gated_decoder, heads_of
 from trencadis.core.checkpoint.family import BARE, GENERATE, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.families.llama import PREFIXES
+from trencadis.core.family_configs.llama import PREFIXES
 
 
 def multiplier(c: JsonFields, key: str) -> float:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trencadis.core.checkpoint.decoder_fields import gated_decoder, heads_of
+from trencadis.core.checkpoint.decoder_config_parsers import gated_decoder, heads_of
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import RMS_ONE
 from trencadis.core.media_spans import MediaSpan
 from trencadis.multimodal.placeholders import expand_placeholders
-from trencadis.multimodal.processor import PreparedImage
-from trencadis.multimodal.vit.config import SiglipVisionConfig
+from trencadis.multimodal.processor_interface import PreparedImage
+from trencadis.multimodal.vit.tile_vision_config import SiglipVisionConfig
 from trencadis.multimodal.vit.vision_language_config import (
     BLOCK_NAMES,
     DECODER_PREFIXES,
@@ -80,7 +80,7 @@ FAMILY = Family(
     ),
     make="paligemma_tower:make",
     vision=VisionSide(
-        needs="trencadis.multimodal.vit.processor:image_needs",
+        needs="trencadis.multimodal.vit.tile_image_processor:image_needs",
         sizes="paligemma_processor:image_sizes",
         processor="paligemma_processor:from_checkpoint",
         tokens={"image_token_index": "<image>"},

@@ -11,8 +11,8 @@ from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.multimodal.normalisation import PixelNormalisation, read_normalisation
-from trencadis.multimodal.processor import ImageGeometry
-from trencadis.multimodal.vit.processor import (
+from trencadis.multimodal.processor_interface import ImageGeometry
+from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,
     UInt8,
     check_processor_kwargs,
@@ -29,7 +29,7 @@ KINDS = ("SiglipImageProcessor", "SiglipImageProcessorFast", "SiglipImageProcess
 
 @dataclass(frozen=True)
 class PaliGemmaProcessor(TileImageProcessor):
-    """``multimodal.processor.Processor`` of images of one tile."""
+    """``multimodal.processor_interface.Processor`` of images of one tile."""
 
     kind: str = "paligemma_processor:PaliGemmaProcessor"
 

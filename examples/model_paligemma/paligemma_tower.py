@@ -6,7 +6,7 @@ from paligemma_processor import colours_of
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.device.backend import Backend
-from trencadis.multimodal.vit.model import TileVisionModel
+from trencadis.multimodal.vit.tile_vision_model import TileVisionModel
 
 
 def make(config: ModelConfig, backend: Backend) -> TileVisionModel:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.families import gemma3
+from trencadis.core.family_configs import gemma3
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.vision_config import SharedMatrix
-from trencadis.multimodal.vit.config import SiglipVisionConfig
+from trencadis.multimodal.vit.tile_vision_config import SiglipVisionConfig
 from trencadis.multimodal.vit.vision_language_config import BLOCK_NAMES, PREFIXES, SIGLIP, read_vit_fields
 
 
@@ -105,7 +105,7 @@ FAMILY = Family(
     ),
     make="trencadis.multimodal.gemma3.model:make",
     vision=VisionSide(
-        needs="trencadis.multimodal.vit.processor:image_needs",
+        needs="trencadis.multimodal.vit.tile_image_processor:image_needs",
         sizes="trencadis.multimodal.gemma3.processor:image_sizes",
         processor="trencadis.multimodal.gemma3.processor:from_checkpoint",
         tokens={"image_token_index": "<image_soft_token>"},

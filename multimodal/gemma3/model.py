@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend
-from trencadis.core.models.linear import Linear, TowerLayer
-from trencadis.core.models.mlp import LayerNorm, RMSNorm
+from trencadis.core.models.linear_and_embedding import Linear, TowerLayer
+from trencadis.core.models.mlp_and_norms import LayerNorm, RMSNorm
 from trencadis.multimodal.gemma3.family import Gemma3VisionConfig
 from trencadis.multimodal.gemma3.processor import read_settings
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation
-from trencadis.multimodal.vit.model import TileVisionModel
-from trencadis.multimodal.vit.processor import has_processor_settings
+from trencadis.multimodal.vit.tile_image_processor import has_processor_settings
+from trencadis.multimodal.vit.tile_vision_model import TileVisionModel
 
 
 class Gemma3Projector:

@@ -13,8 +13,8 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.gemma3.family import Gemma3VisionConfig
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation, read_normalisation
-from trencadis.multimodal.processor import ImageGeometry, PlaceholderRun
-from trencadis.multimodal.vit.processor import (
+from trencadis.multimodal.processor_interface import ImageGeometry, PlaceholderRun
+from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,
     UInt8,
     check_processor_kwargs,
@@ -30,7 +30,7 @@ BEGIN, END = "<start_of_image>", "<end_of_image>"
 
 @dataclass(frozen=True)
 class Gemma3ImageProcessor(TileImageProcessor):
-    """A ``multimodal.processor.Processor`` for images of one tile, between two marks."""
+    """A ``multimodal.processor_interface.Processor`` for images of one tile, between two marks."""
 
     kind: str = "trencadis.multimodal.gemma3.processor:Gemma3ImageProcessor"
 

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
+from trencadis.core.checkpoint.decoder_config_parsers import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.families import gemma4
+from trencadis.core.family_configs import gemma4
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.vision_config import SharedMatrix, SlotForm
-from trencadis.multimodal.vit.base_config import ViTConfig
-from trencadis.multimodal.vit.config import CHANNELS
+from trencadis.multimodal.vit.tile_vision_config import CHANNELS
 from trencadis.multimodal.vit.vision_language_config import DECODER_PREFIXES
+from trencadis.multimodal.vit.vit_config import ViTConfig
 
 MERGE = 3
 """Patches along a side of a cell: the mean of 9 patches is a row."""

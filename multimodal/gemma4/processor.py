@@ -15,8 +15,8 @@ from trencadis.core.json_types import JsonMapping
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.multimodal.gemma4.family import MERGE, Gemma4VisionConfig, PatchEmbedConfig
 from trencadis.multimodal.normalisation import PixelNormalisation
-from trencadis.multimodal.processor import ImageGeometry, PlaceholderRun
-from trencadis.multimodal.vit.processor import (
+from trencadis.multimodal.processor_interface import ImageGeometry, PlaceholderRun
+from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,
     UInt8,
     check_processor_kwargs,
@@ -41,7 +41,9 @@ UNIT_PIXELS = PixelNormalisation((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), 1 / 255)
 
 @dataclass(frozen=True)
 class Gemma4ImageProcessor(TileImageProcessor):
-    """``multimodal.processor.Processor`` of images of at most ``tokens`` cells of ``image`` pixels along a side."""
+    """``multimodal.processor_interface.Processor`` of images of at most ``tokens`` cells of ``image`` pixels along a
+    side.
+    """
 
     tokens: int = DEFAULT_TOKENS
     kind: str = "trencadis.multimodal.gemma4.processor:Gemma4ImageProcessor"

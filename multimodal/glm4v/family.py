@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from trencadis.core.checkpoint.decoder_fields import (
+from trencadis.core.checkpoint.decoder_config_parsers import (
     MOST_HEADS,
     MOST_LAYERS,
     WIDEST,
@@ -19,7 +19,7 @@ from trencadis.core.checkpoint.decoder_fields import (
 from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import SANDWICH, TextConfig
-from trencadis.core.families.glm4 import NORM_NAMES
+from trencadis.core.family_configs.glm4 import NORM_NAMES
 from trencadis.multimodal.glm4v.config import CHANNELS, FRAMES, Glm4vVisionConfig
 from trencadis.multimodal.qwen2_vl.config import MERGE, PATCH
 from trencadis.multimodal.qwen2_vl.qwen_vl_hf_config import PREFIXES, check_aliases, read_rope_theta

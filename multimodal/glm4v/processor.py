@@ -16,7 +16,7 @@ from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.glm4v.config import EDGES, RULES
 from trencadis.multimodal.placeholders import expand_with_timestamps
-from trencadis.multimodal.processor import PreparedVideo
+from trencadis.multimodal.processor_interface import PreparedVideo
 from trencadis.multimodal.qwen2_vl.mrope import GridSpan, Seconds, mrope_positions
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_clip_pixels
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.multimodal.vit.config import SiglipVisionConfig
+from trencadis.multimodal.vit.tile_vision_config import SiglipVisionConfig
 from trencadis.multimodal.vit.vision_language_config import (
     BLOCK_NAMES,
     ViTDefaults,

@@ -16,8 +16,8 @@ from PIL import Image
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.multimodal.normalisation import PixelNormalisation, read_normalisation
-from trencadis.multimodal.processor import ImageGeometry, Layout, PlaceholderRun
-from trencadis.multimodal.vit.processor import (
+from trencadis.multimodal.processor_interface import ImageGeometry, Layout, PlaceholderRun
+from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,
     UInt8,
     check_processor_kwargs,
@@ -40,7 +40,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Idefics3ImageProcessor(TileImageProcessor):
-    """A ``multimodal.processor.Processor`` for tiles with names.
+    """A ``multimodal.processor_interface.Processor`` for tiles with names.
 
     ``longest``: pixels of the longer side; ``split``: True if images are cut into tiles.
     """

@@ -15,12 +15,12 @@ from threading import Lock
 from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError
+from trencadis.multimodal.convert_to_rgb import to_rgb
 from trencadis.multimodal.decode_workers.worker_main import Values
 from trencadis.multimodal.images.image_header import DAMAGED, MAX_IMAGE_PIXELS, Header, check_size, inspect_header
-from trencadis.multimodal.processor import build_processor
-from trencadis.multimodal.rgb_images import to_rgb
+from trencadis.multimodal.processor_interface import build_processor
 
-__all__ = ["load_pil_image", "decode", "to_rgb"]
+__all__ = ["decode", "load_pil_image", "to_rgb"]
 
 PLUGINS = (BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin)
 DRAFT_PIXELS = 64

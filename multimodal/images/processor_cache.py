@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Protocol
 
 from trencadis.core.errors import Conflict, TrencadisError
-from trencadis.multimodal.processor import PreparedImage
+from trencadis.multimodal.processor_interface import PreparedImage
 
 
 class CacheCounters(Protocol):

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trencadis.core.checkpoint.decoder_fields import activation_of
+from trencadis.core.checkpoint.decoder_config_parsers import activation_of
 from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.multimodal.vit.config import TileVisionConfig
+from trencadis.multimodal.vit.tile_vision_config import TileVisionConfig
 from trencadis.multimodal.vit.vision_language_config import (
     PREFIXES,
     ViTDefaults,

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import Backend
 from trencadis.multimodal.internvl.processor import load_normalisation
-from trencadis.multimodal.vit.model import TileVisionModel
+from trencadis.multimodal.vit.tile_vision_model import TileVisionModel
 
 
 class InternVLModel(TileVisionModel):

@@ -14,8 +14,8 @@ from PIL import Image
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation, read_normalisation
-from trencadis.multimodal.processor import ImageGeometry, Layout
-from trencadis.multimodal.vit.processor import (
+from trencadis.multimodal.processor_interface import ImageGeometry, Layout
+from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,
     UInt8,
     check_processor_kwargs,
@@ -37,7 +37,7 @@ START, END = "<img>", "</img>"
 
 @dataclass(frozen=True)
 class InternVLImageProcessor(TileImageProcessor):
-    """A ``multimodal.processor.Processor`` for ``min_patches`` to ``max_patches`` tiles.
+    """A ``multimodal.processor_interface.Processor`` for ``min_patches`` to ``max_patches`` tiles.
 
     If there are several tiles, one more holds the whole image.
     """

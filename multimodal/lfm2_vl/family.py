@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
+from trencadis.core.checkpoint.decoder_config_parsers import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.families import lfm2
+from trencadis.core.family_configs import lfm2
 from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.lfm2_vl.config import Lfm2VisionConfig
-from trencadis.multimodal.vit.config import CHANNELS
+from trencadis.multimodal.vit.tile_vision_config import CHANNELS
 from trencadis.multimodal.vit.vision_language_config import BLOCK_NAMES, read_image_token, read_square_side
 
 IMAGE_TOKEN = 396

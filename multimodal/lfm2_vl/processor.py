@@ -17,8 +17,8 @@ from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.core.shared_constants import WINDOW_SLOTS, align_up
 from trencadis.multimodal.lfm2_vl.config import Lfm2VisionConfig
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation, read_normalisation
-from trencadis.multimodal.processor import PROCESSOR_FILES, ImageGeometry, Layout, PlaceholderRun
-from trencadis.multimodal.vit.processor import (
+from trencadis.multimodal.processor_interface import PROCESSOR_FILES, ImageGeometry, Layout, PlaceholderRun
+from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,
     UInt8,
     check_processor_kwargs,
@@ -84,7 +84,7 @@ def layout_items(grid: Size, rows: int, thumbnail: int) -> Layout:
 
 @dataclass(frozen=True)
 class Lfm2VlImageProcessor(TileImageProcessor):
-    """``multimodal.processor.Processor`` of tiles of ``image`` pixels along a side, and of whole images.
+    """``multimodal.processor_interface.Processor`` of tiles of ``image`` pixels along a side, and of whole images.
 
     Args:
         least_tiles, most_tiles: number of tiles of an image that is cut; 1 at most: none is cut.

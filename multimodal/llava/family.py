@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from trencadis.core.checkpoint.decoder_fields import activation_of
+from trencadis.core.checkpoint.decoder_config_parsers import activation_of
 from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.json_types import JsonObject
 from trencadis.multimodal.normalisation import PixelNormalisation, read_normalisation
 from trencadis.multimodal.pixtral.config import VIT_DEFAULTS, WEIGHT_NAMES, PixtralVisionConfig, read_pixtral_fields
-from trencadis.multimodal.vit.config import TileVisionConfig
-from trencadis.multimodal.vit.processor import read_processor_settings
+from trencadis.multimodal.vit.tile_image_processor import read_processor_settings
+from trencadis.multimodal.vit.tile_vision_config import TileVisionConfig
 from trencadis.multimodal.vit.vision_language_config import (
     BLOCK_NAMES,
     PREFIXES,

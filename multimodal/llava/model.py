@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import Backend
 from trencadis.core.models.decoder import Decoder
 from trencadis.multimodal.llava.family import read_settings
@@ -14,8 +14,8 @@ from trencadis.multimodal.llava.processor import PROCESSOR_TYPES
 from trencadis.multimodal.normalisation import CLIP
 from trencadis.multimodal.pixtral import model as pixtral
 from trencadis.multimodal.pixtral.config import PixtralVisionConfig
-from trencadis.multimodal.vit.model import TileVisionModel
-from trencadis.multimodal.vit.processor import get_vision_config, has_processor_settings
+from trencadis.multimodal.vit.tile_image_processor import get_vision_config, has_processor_settings
+from trencadis.multimodal.vit.tile_vision_model import TileVisionModel
 
 
 class LlavaModel(TileVisionModel):

@@ -13,9 +13,9 @@ from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.llava.family import read_settings
 from trencadis.multimodal.pixtral import processor as pixtral
 from trencadis.multimodal.pixtral.config import PixtralVisionConfig
-from trencadis.multimodal.processor import ImageGeometry
-from trencadis.multimodal.vit import processor as tiles
-from trencadis.multimodal.vit.processor import (
+from trencadis.multimodal.processor_interface import ImageGeometry
+from trencadis.multimodal.vit import tile_image_processor as tiles
+from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,
     UInt8,
     check_processor_kwargs,
@@ -28,7 +28,7 @@ PROCESSOR_TYPES = ("CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPImagePro
 
 @dataclass(frozen=True)
 class ClipImageProcessor(TileImageProcessor):
-    """A ``multimodal.processor.Processor`` for images of one tile."""
+    """A ``multimodal.processor_interface.Processor`` for images of one tile."""
 
     kind: str = "trencadis.multimodal.llava.processor:ClipImageProcessor"
 

@@ -70,7 +70,7 @@ FAMILY = Family(
     ),
     make="trencadis.multimodal.llava_next.model:make",
     vision=VisionSide(
-        needs="trencadis.multimodal.vit.processor:image_needs",
+        needs="trencadis.multimodal.vit.tile_image_processor:image_needs",
         sizes="trencadis.multimodal.llava_next.processor:image_sizes",
         processor="trencadis.multimodal.llava_next.processor:from_checkpoint",
         tokens={"image_token_index": "<image>"},

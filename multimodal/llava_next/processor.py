@@ -16,8 +16,8 @@ from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.llava.family import read_settings
 from trencadis.multimodal.llava_next.family import NEWLINE, LlavaNextVisionConfig, Size, read_grid_pinpoints
-from trencadis.multimodal.processor import ImageGeometry, Layout, PlaceholderRun
-from trencadis.multimodal.vit.processor import (
+from trencadis.multimodal.processor_interface import ImageGeometry, Layout, PlaceholderRun
+from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,
     UInt8,
     check_processor_kwargs,
@@ -31,7 +31,7 @@ PROCESSOR_TYPES = ("LlavaNextImageProcessor", "LlavaNextImageProcessorFast", "Ll
 
 @dataclass(frozen=True)
 class LlavaNextImageProcessor(TileImageProcessor):
-    """A ``multimodal.processor.Processor`` for an image and its grid of tiles.
+    """A ``multimodal.processor_interface.Processor`` for an image and its grid of tiles.
 
     ``grid_pinpoints`` is explained in ``LlavaNextVisionConfig``.
     """

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
+from trencadis.core.checkpoint.decoder_config_parsers import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.families.qwen3_5 import IGNORED, SKIPPED, read_decoder
+from trencadis.core.family_configs.qwen3_5 import IGNORED, SKIPPED, read_decoder
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.vision_config import SharedMatrix, SlotForm
-from trencadis.multimodal.vit.base_config import ViTConfig
-from trencadis.multimodal.vit.config import CHANNELS
+from trencadis.multimodal.vit.tile_vision_config import CHANNELS
 from trencadis.multimodal.vit.vision_language_config import BLOCK_NAMES, DECODER_PREFIXES, read_square_side
+from trencadis.multimodal.vit.vit_config import ViTConfig
 
 WINDOW = 4
 """Patches of a window that the tower merges to one row, 2 x 2; and rows that the projector merges to one token."""

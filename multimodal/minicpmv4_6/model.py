@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Rotary, Segments, VisionTensors
-from trencadis.core.models.linear import Linear
-from trencadis.core.models.mlp import norm_of
+from trencadis.core.models.linear_and_embedding import Linear
+from trencadis.core.models.mlp_and_norms import norm_of
 from trencadis.core.models.tower_decoder import TowerDecoder
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.step import Encode, VisionInputs
@@ -20,8 +20,8 @@ from trencadis.multimodal.minicpmv4_6.family import SIDE, WINDOW, MiniCPMVisionC
 from trencadis.multimodal.minicpmv4_6.processor import load_normalisation, nearest_positions
 from trencadis.multimodal.normalisation import PixelNormalisation
 from trencadis.multimodal.patch_packing import pack_whole_images
-from trencadis.multimodal.vit.config import CHANNELS
-from trencadis.multimodal.vit.model import TilePatchEmbed
+from trencadis.multimodal.vit.tile_vision_config import CHANNELS
+from trencadis.multimodal.vit.tile_vision_model import TilePatchEmbed
 from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift
 
 PROJECTOR_EPS = 1e-6

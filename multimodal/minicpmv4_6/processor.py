@@ -21,9 +21,8 @@ from trencadis.multimodal.minicpmv4_6.family import SIDE, MiniCPMVisionConfig
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation, read_normalisation
 from trencadis.multimodal.patch_packing import MAX_ASPECT, patch_coordinates
 from trencadis.multimodal.placeholders import expand_placeholders
-from trencadis.multimodal.processor import ImageGeometry, Layout, Media, PlaceholderRun, PreparedImage
-from trencadis.multimodal.vit.config import CHANNELS
-from trencadis.multimodal.vit.processor import (
+from trencadis.multimodal.processor_interface import ImageGeometry, Layout, Media, PlaceholderRun, PreparedImage
+from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,
     UInt8,
     check_processor_kwargs,
@@ -31,6 +30,7 @@ from trencadis.multimodal.vit.processor import (
     make_processor_functions,
     read_processor_settings,
 )
+from trencadis.multimodal.vit.tile_vision_config import CHANNELS
 
 PROCESSOR_TYPES = tuple(f"MiniCPMV4_6ImageProcessor{end}" for end in ("", "Fast", "Pil"))
 BICUBIC = 3
@@ -75,7 +75,7 @@ def nearest_positions(h: int, w: int, side: int) -> Int32:
 
 @dataclass(frozen=True)
 class MiniCPMImageProcessor(TileImageProcessor):
-    """``multimodal.processor.Processor`` of images in slices.
+    """``multimodal.processor_interface.Processor`` of images in slices.
 
     Args:
         scale: pixels along a side of a square slice.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trencadis.core.checkpoint.decoder_fields import full_attention, gated_decoder, heads_of
+from trencadis.core.checkpoint.decoder_config_parsers import full_attention, gated_decoder, heads_of
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.json_types import JsonMapping

@@ -14,8 +14,8 @@ from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.mllama.config import MllamaVisionConfig, TileGrid, supported_aspect_ratios
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation, read_normalisation
-from trencadis.multimodal.processor import ImageGeometry, PlaceholderRun
-from trencadis.multimodal.vit.processor import (
+from trencadis.multimodal.processor_interface import ImageGeometry, PlaceholderRun
+from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,
     UInt8,
     check_processor_kwargs,
@@ -33,7 +33,7 @@ HALF = (0.5, 0.5, 0.5)
 
 @dataclass(frozen=True)
 class MllamaImageProcessor(TileImageProcessor):
-    """``multimodal.processor.Processor`` of images of up to ``max_image_tiles`` tiles.
+    """``multimodal.processor_interface.Processor`` of images of up to ``max_image_tiles`` tiles.
 
     All tiles of an image are one encoder item.
     """

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import Backend
 from trencadis.multimodal.llava.model import LlavaModel
 from trencadis.multimodal.phi3_v.processor import load_processor

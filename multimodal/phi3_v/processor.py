@@ -25,8 +25,8 @@ from trencadis.multimodal.normalisation import (
     read_normalisation,
 )
 from trencadis.multimodal.phi3_v.family import NEWLINE, SEPARATOR, Phi3VVisionConfig
-from trencadis.multimodal.processor import ImageGeometry, Layout, PlaceholderRun
-from trencadis.multimodal.vit.processor import (
+from trencadis.multimodal.processor_interface import ImageGeometry, Layout, PlaceholderRun
+from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,
     UInt8,
     check_processor_kwargs,
@@ -47,7 +47,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Phi3VImageProcessor(TileImageProcessor):
-    """``multimodal.processor.Processor`` of an image's tiles and the whole image.
+    """``multimodal.processor_interface.Processor`` of an image's tiles and the whole image.
 
     ``num_crops``: maximum number of tiles without the latter.
     """

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trencadis.core.checkpoint.decoder_fields import activation_of
+from trencadis.core.checkpoint.decoder_config_parsers import activation_of
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.core.vision_config import SharedMatrix, SlotForm
-from trencadis.multimodal.vit.base_config import ViTConfig
-from trencadis.multimodal.vit.config import CHANNELS
+from trencadis.multimodal.vit.tile_vision_config import CHANNELS
 from trencadis.multimodal.vit.vision_language_config import ViTDefaults, read_vit_fields
+from trencadis.multimodal.vit.vit_config import ViTConfig
 
 EPS = 1e-5
 """Epsilon of the tower's norms; no checkpoint has another value."""

@@ -15,8 +15,8 @@ from trencadis.core.json_types import JsonMapping
 from trencadis.core.shared_constants import WINDOW_SLOTS, align_up
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation, read_normalisation
 from trencadis.multimodal.pixtral.config import PixtralVisionConfig
-from trencadis.multimodal.processor import ImageGeometry, Layout, PlaceholderRun
-from trencadis.multimodal.vit.processor import (
+from trencadis.multimodal.processor_interface import ImageGeometry, Layout, PlaceholderRun
+from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,
     UInt8,
     check_processor_kwargs,
@@ -33,7 +33,7 @@ BREAK, END = "[IMG_BREAK]", "[IMG_END]"
 
 @dataclass(frozen=True)
 class PixtralImageProcessor(TileImageProcessor):
-    """``multimodal.processor.Processor`` of images of any size up to ``image`` pixels along a side."""
+    """``multimodal.processor_interface.Processor`` of images of any size up to ``image`` pixels along a side."""
 
     kind: str = "trencadis.multimodal.pixtral.processor:PixtralImageProcessor"
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.core.checkpoint.model_config import LAYER, RMS, ModelConfig
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, VisionTensors
 from trencadis.core.models.attention import vision_frequencies
-from trencadis.core.models.linear import (
+from trencadis.core.models.linear_and_embedding import (
     NO_ADAPTERS,
     ColumnParallelLinear,
     ColumnPart,
@@ -24,7 +24,7 @@ from trencadis.core.models.linear import (
     RowParallelLinear,
     TowerLayer,
 )
-from trencadis.core.models.mlp import Norm, norm_of
+from trencadis.core.models.mlp_and_norms import Norm, norm_of
 from trencadis.core.models.tower_decoder import AdaptedTowerDecoder
 from trencadis.core.shared_constants import align_up
 from trencadis.core.step import Encode, VisionInputs

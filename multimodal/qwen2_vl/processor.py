@@ -13,6 +13,7 @@ from PIL import Image
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.errors import BadRequest, StartupError, attach_param
 from trencadis.core.json_types import JsonMapping, JsonObject
+from trencadis.multimodal.convert_to_rgb import to_rgb
 from trencadis.multimodal.media_options import (
     LOW_DETAIL_PIXELS,
     MediaOptions,
@@ -22,11 +23,10 @@ from trencadis.multimodal.media_options import (
 )
 from trencadis.multimodal.normalisation import CLIP_MEAN, CLIP_STD, PerChannel
 from trencadis.multimodal.patch_packing import Grid, check_aspect, count_slots, count_tokens, patch_grid
-from trencadis.multimodal.processor import ImageGeometry, PreparedImage
+from trencadis.multimodal.processor_interface import ImageGeometry, PreparedImage
 from trencadis.multimodal.qwen2_vl.config import MERGE, PATCH, TEMPORAL, WINDOW_PATCHES
 from trencadis.multimodal.qwen2_vl.preprocessor_config import QWEN_RULES, ProcessorRules, read_preprocessor_config
 from trencadis.multimodal.qwen2_vl.smart_resize import enlarge_small, largest_slots, largest_tokens, smart_resize
-from trencadis.multimodal.rgb_images import to_rgb
 
 ALIGNMENTS = ("pad", "resize")
 MIN_FIXED_PIXELS = 3136

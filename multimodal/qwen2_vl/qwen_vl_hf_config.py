@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, WIDEST, full_attention, gated_decoder, heads_of
+from trencadis.core.checkpoint.decoder_config_parsers import MOST_HEADS, WIDEST, full_attention, gated_decoder, heads_of
 from trencadis.core.checkpoint.family import ParsedConfig
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.rope_config import LARGEST_BASE

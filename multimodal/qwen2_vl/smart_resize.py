@@ -20,7 +20,7 @@ from trencadis.core.shapes.bucket_options import PlannedImageSize, parse_image_s
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.multimodal.media_options import check_pixel_limits, server_options
 from trencadis.multimodal.patch_packing import MAX_ASPECT, check_aspect, count_slots, count_tokens, patch_grid
-from trencadis.multimodal.processor import ImageGeometry
+from trencadis.multimodal.processor_interface import ImageGeometry
 from trencadis.multimodal.qwen2_vl.config import FACTOR, MERGE, PATCH, WINDOW_PATCHES
 from trencadis.multimodal.qwen2_vl.preprocessor_config import QWEN_RULES, ProcessorRules, read_preprocessor_config
 

@@ -1,7 +1,7 @@
 """The Qwen3-VL families, and Qwen3.5, 3.6 and 3.8 with images; each dense or with experts. Torch-free.
 
 Qwen3-VL has Qwen3's decoder and a DeepStack tower, whose outputs are also added in decoder layers. Qwen3.5 has a
-decoder with recurrent layers (``core.families.qwen3_5``) and the tower without DeepStack.
+decoder with recurrent layers (``core.family_configs.qwen3_5``) and the tower without DeepStack.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from trencadis.core.checkpoint.decoder_fields import (
+from trencadis.core.checkpoint.decoder_config_parsers import (
     MOST_LAYERS,
     WIDEST,
     activation_of,
@@ -30,8 +30,8 @@ from trencadis.core.checkpoint.family import (
 )
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.families.qwen3 import dense_layers
-from trencadis.core.families.qwen3_5 import IGNORED, ROUTING, SKIPPED, read_decoder, read_expert_decoder
+from trencadis.core.family_configs.qwen3 import dense_layers
+from trencadis.core.family_configs.qwen3_5 import IGNORED, ROUTING, SKIPPED, read_decoder, read_expert_decoder
 from trencadis.multimodal.qwen2_vl.qwen_vl_hf_config import (
     PREFIXES,
     TOKEN_NAMES,

@@ -21,7 +21,7 @@ from trencadis.core.shared_constants import MAX_CLIP_FRAMES, MAX_CLIP_SECONDS
 from trencadis.multimodal import media_timing
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.decode_workers.worker_pool import Job, JobResult
-from trencadis.multimodal.images.image_decoder import ImageDecoder, array_to_frames, array_to_image, is_array
+from trencadis.multimodal.images.image_decode_client import ImageDecoder, array_to_frames, array_to_image, is_array
 from trencadis.multimodal.images.image_frontend import cache_key, content_digest
 from trencadis.multimodal.images.pil_decode import load_pil_image
 from trencadis.multimodal.images.processor_cache import ProcessorCache, Unshared, UuidRegistry
@@ -34,7 +34,7 @@ from trencadis.multimodal.media_options import (
     refuse_num_crops,
 )
 from trencadis.multimodal.patch_packing import count_slots, count_tokens
-from trencadis.multimodal.processor import PreparedImage, PreparedVideo, VideoProcessor
+from trencadis.multimodal.processor_interface import PreparedImage, PreparedVideo, VideoProcessor
 from trencadis.multimodal.sources.media_loader import MediaLoader, MediaPermits, is_web_url
 from trencadis.multimodal.videos.frame_sampling import FRAMES_PER_PATCH, FrameLimits
 from trencadis.multimodal.videos.video_job import FramePart

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
+from trencadis.core.checkpoint.decoder_config_parsers import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
 from trencadis.core.checkpoint.family import ParsedConfig
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.families import llama, mistral, qwen2, qwen3
+from trencadis.core.family_configs import llama, mistral, qwen2, qwen3
 from trencadis.core.json_types import JsonMapping, JsonObject
-from trencadis.multimodal.vit.config import CHANNELS
+from trencadis.multimodal.vit.tile_vision_config import CHANNELS
 
 LLAMA: JsonMapping = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import LAYER, RMS
-from trencadis.core.checkpoint.weight_source import WeightSource
+from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, Segments
-from trencadis.core.models.linear import (
+from trencadis.core.models.linear_and_embedding import (
     NO_ADAPTERS,
     ColumnParallelLinear,
     ColumnPart,
@@ -21,9 +21,9 @@ from trencadis.core.models.linear import (
     check_heads,
     unit_span,
 )
-from trencadis.core.models.mlp import MLP, GatedMLP, PlainMLP, RMSNorm, norm_of
+from trencadis.core.models.mlp_and_norms import MLP, GatedMLP, PlainMLP, RMSNorm, norm_of
 from trencadis.multimodal.normalisation import PixelNormalisation
-from trencadis.multimodal.vit.base_config import ViTConfig
+from trencadis.multimodal.vit.vit_config import ViTConfig
 
 
 def scale_and_shift(normalisation: PixelNormalisation, each: int) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ BENCHMARKS = {
     "serve": "trencadis.server.bench.bench_serve:main",
     "throughput": "trencadis.server.bench.offline_benchmarks:measure_throughput",
     "latency": "trencadis.server.bench.offline_benchmarks:measure_latency",
-    "startup": "trencadis.server.bench.startup:main",
+    "startup": "trencadis.server.bench.bench_startup:main",
 }
 
 

@@ -129,7 +129,7 @@ async def make_counter(client: BenchClient, model: str, root: str, tokenizer: st
         StartupError: the requested tokenizer cannot be loaded.
     """
     if tokenizer:
-        from trencadis.server.config.hub import TEXT, resolve
+        from trencadis.server.config.model_download import TEXT, resolve
 
         return LocalCounter(resolve(tokenizer, patterns=TEXT)), tokenizer
     for folder in (model, root):

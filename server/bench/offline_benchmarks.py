@@ -21,7 +21,7 @@ from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.bench import bench_command
 from trencadis.server.bench.bench_command import OneLineParser
 from trencadis.server.bench.datasets import BenchSample, make_samples
-from trencadis.server.config import argv
+from trencadis.server.config import command_line_parser
 from trencadis.server.config.flags import get_flag_table
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def parse_engine_args(
         StartupError: a flag is unknown, or only for a server.
     """
     args, rest = parser.parse_known_args(list(words))
-    given = argv.parse(rest)
+    given = command_line_parser.parse(rest)
     if given.config is not None:
         raise StartupError("--config is a file for a server; name the engine's flags themselves.")
     for name in given.values:

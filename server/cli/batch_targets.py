@@ -27,7 +27,7 @@ from trencadis.server.config.resolve_settings import Settings
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from trencadis.core.config import EngineConfig
+    from trencadis.core.engine_config import EngineConfig
     from trencadis.server.engine.supervisor import Supervisor
     from trencadis.server.processes.multi_engine_client import Fleet
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from trencadis.assets import demo_path
 from trencadis.core import devices
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
-from trencadis.core.process import torch_env
+from trencadis.core.process import torch_detection
 from trencadis.core.request import SamplingParams
 from trencadis.server.bench.accuracy_items import AccuracyItem, ItemMaker, find_languages
 from trencadis.server.bench.accuracy_scores import (
@@ -27,7 +27,7 @@ from trencadis.server.bench.accuracy_scores import (
     score_rows,
 )
 from trencadis.server.cli.small_command_parser import parse_options, print_help_if_asked
-from trencadis.server.config import hub
+from trencadis.server.config import model_download
 from trencadis.server.processes import signals_and_logging
 
 USAGE = """\
@@ -81,10 +81,10 @@ def main(words: Sequence[str]) -> int:
         return 0
     asked = parse(words)
     signals_and_logging.raise_early_stop()
-    torch_env.prepare_device_env(asked.device)
-    torch_env.import_torch()
+    torch_detection.prepare_device_env(asked.device)
+    torch_detection.import_torch()
     baseline = load_run(Path(asked.baseline), asked.seed) if asked.baseline else None
-    folder = hub.find_model_folder(EngineConfig(model=asked.model)) if asked.model else demo_path()
+    folder = model_download.find_model_folder(EngineConfig(model=asked.model)) if asked.model else demo_path()
     if load_config(folder).vision is None:
         raise StartupError(f"check-accuracy asks about images, and {folder.name} has no vision tower.")
     asked_engine = _ask_engine(asked, folder)

@@ -19,7 +19,7 @@ from typing import Any
 from trencadis.core import devices
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import StartupError
-from trencadis.core.process import torch_env
+from trencadis.core.process import torch_detection
 from trencadis.server.cli.small_command_parser import CommandOptions, parse_options, print_help_if_asked
 from trencadis.server.processes import signals_and_logging
 
@@ -49,10 +49,10 @@ def main(words: Sequence[str]) -> int:
     if len(asked.names) != 1:
         raise StartupError(f"check-backend needs the name of one device: {', '.join(devices.list_devices())}.")
     signals_and_logging.raise_early_stop()
-    torch_env.prepare_device_env(asked.names[0])
-    torch_env.import_torch()
-    suite = import_module(f"{devices.CONFORMANCE}.suite")
-    subjects = import_module(f"{devices.CONFORMANCE}.target")
+    torch_detection.prepare_device_env(asked.names[0])
+    torch_detection.import_torch()
+    suite = import_module(f"{devices.CONFORMANCE}.check_suite")
+    subjects = import_module(f"{devices.CONFORMANCE}.backend_under_test")
     subject = subjects.make_target(
         asked.names[0], _find_model_folder(asked), dtype=asked.values.get("dtype", "auto"),
         policy=asked.values.get("policy", ""), quick="quick" in asked.flags,
@@ -138,8 +138,8 @@ def check_model_main(words: Sequence[str]) -> int:
     if not asked.dummy and not any(path.glob("*.safetensors")):
         raise StartupError(f"{path} holds no safetensors weights; --dummy makes random ones for a small model")
     signals_and_logging.raise_early_stop()
-    torch_env.prepare_device_env("cpu")
-    torch_env.import_torch()
+    torch_detection.prepare_device_env("cpu")
+    torch_detection.import_torch()
     suite = import_module(f"{devices.CONFORMANCE}.check_model.checkpoint_checks")
     unknown = [o for o in asked.only if not any(name.startswith(o) for name in suite.CHECKS)]
     if unknown:

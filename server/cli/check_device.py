@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
-from trencadis.core.process import torch_env
+from trencadis.core.process import torch_detection
 from trencadis.server.cli.small_command_parser import print_help_if_asked
 from trencadis.server.processes import signals_and_logging
 
@@ -85,7 +85,7 @@ def check(asked: str, tell: Callable[[Line], None]) -> None:
     Raises:
         StartupError: it cannot be started.
     """
-    build = torch_env.find_torch()
+    build = torch_detection.find_torch()
     name, index = devices.likely(asked), devices.parse(asked)[1] if asked != "auto" else 0
     tell(("info", "python", sys.version.split()[0]))
     package = None if name == "cpu" else import_module(devices.TABLE.get(name, "") or _get_backend_module(name))
@@ -95,10 +95,10 @@ def check(asked: str, tell: Callable[[Line], None]) -> None:
             tell(("info", what, text))
     else:
         tell(("info", "torch", build.version if build else "not installed"))
-    for line in torch_env.prepare_device_env(asked).lines:
+    for line in torch_detection.prepare_device_env(asked).lines:
         if describe is None:
             tell(("info", "device", line))
-    torch_env.import_torch()
+    torch_detection.import_torch()
     package = package or import_module(devices.TABLE[name])
     own = getattr(package, "probes", None)
     if own is None:
@@ -124,7 +124,7 @@ def _make_generic_probes(name: str, index: int) -> Iterable[tuple[str, Callable[
     """Returns probes that use only the backend's protocol."""
     from trencadis.assets import demo_path
 
-    module = import_module(f"{devices.CONFORMANCE}.suite")
+    module = import_module(f"{devices.CONFORMANCE}.check_suite")
     found: Iterable[tuple[str, Callable[[], str]]] = module.probes(name, Path(demo_path()), index)
     return found
 

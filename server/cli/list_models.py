@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.family import CLASSIFY, GENERATE, Family
 from trencadis.core.checkpoint.pooling_config import ALL
 from trencadis.core.errors import StartupError
@@ -35,7 +35,7 @@ def list_families() -> list[str]:
     lines: list[str] = []
     for origin, names in group_architectures().items():
         try:
-            family = registry.family_of(names[0])
+            family = model_registry.family_of(names[0])
         except StartupError as error:
             lines += [f"{names[0]}: {error}"]
             continue
@@ -46,10 +46,10 @@ def list_families() -> list[str]:
 def group_architectures() -> dict[str, list[str]]:
     """Returns a family's origin, unique to it -> its architectures that can be requested."""
     found: dict[str, list[str]] = {}
-    for name, target in registry.TABLE.items():
+    for name, target in model_registry.TABLE.items():
         found.setdefault(f"built in, {target.removesuffix(':FAMILY')}", []).append(name)
-    for name, point in registry.installed_families().items():
-        found.setdefault(f"{registry.source(point)}, {point.value}", []).append(name)
+    for name, point in model_registry.installed_families().items():
+        found.setdefault(f"{model_registry.source(point)}, {point.value}", []).append(name)
     return found
 
 
@@ -76,8 +76,8 @@ BEGIN, END = "<!-- made by tools/gen_flags.py -->", "<!-- end of the table -->"
 def make_docs_page(text: str) -> str:
     """Returns docs/models.md with the table from the registry; the rest of ``text`` is kept."""
     lines = ["| Family | Architecture | Serves | LoRA adapters of |", "|---|---|---|---|"]
-    for name in registry.TABLE:
-        family = registry.family_of(name)
+    for name in model_registry.TABLE:
+        family = model_registry.family_of(name)
         parts = ", ".join(family.adapters) or "none"
         lines.append(f"| {family.name} | `{name}` | {describe_use(family, name)} | {parts} |")
     table = "\n".join(lines)

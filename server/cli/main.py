@@ -96,13 +96,13 @@ def serve_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(words: Sequence[str]) -> int:
-    from trencadis.server.config import argv
-    from trencadis.server.config import help as helptext
+    from trencadis.server.config import command_line_parser
+    from trencadis.server.config import help_text as helptext
 
     if words in (["--version"], ["-V"]):
         print(__version__)
         return 0
-    given = argv.parse(words)
+    given = command_line_parser.parse(words)
     if given.help is not None:
         print(helptext.make_help_text(given.help), end="")
         return 0

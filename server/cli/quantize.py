@@ -14,16 +14,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.json_types import Json, JsonMapping
-from trencadis.core.process import torch_env
+from trencadis.core.process import torch_detection
 from trencadis.core.request import SamplingParams
 from trencadis.server.cli.small_command_parser import CommandOptions, parse_options, print_help_if_asked
-from trencadis.server.config import hub
+from trencadis.server.config import model_download
 from trencadis.server.processes import signals_and_logging
 from trencadis.server.prompts import text_service_builder
-from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.prompts.text_service import TextService
 
 USAGE = """\
@@ -58,13 +58,13 @@ def main(words: Sequence[str]) -> int:
         raise StartupError("quantize needs a checkpoint and a new folder: trencadis quantize MODEL OUT --to int4.")
     to, group, longest = check_options(values)
     signals_and_logging.raise_early_stop()
-    torch_env.import_torch()
+    torch_detection.import_torch()
     # Imported by name, because it imports torch.
     convert = import_module("trencadis.core.quant.writing.convert_checkpoint")
     stored = import_module("trencadis.core.quant.writing.source_checkpoint")
     calibration = import_module("trencadis.core.quant.writing.calibration")
     config = EngineConfig(model=names[0])
-    checkpoint = stored.open_checkpoint(hub.find_model_folder(config))
+    checkpoint = stored.open_checkpoint(model_download.find_model_folder(config))
     recipe = convert.recipe_for(checkpoint, to, group)
     prompts: list[Json] = []
     if "calibrate" in values:
@@ -227,10 +227,10 @@ def merge_lora_main(words: Sequence[str]) -> int:
     if len(words) != 3:
         raise StartupError("merge-lora needs a checkpoint, an adapter and a new folder: merge-lora MODEL ADAPTER OUT.")
     signals_and_logging.raise_early_stop()
-    torch_env.import_torch()
+    torch_detection.import_torch()
     merging = import_module("trencadis.core.quant.writing.merge_adapter")  # imports torch
-    model = hub.find_model_folder(EngineConfig(model=words[0]))
-    adapter = hub.find_adapter_folder(EngineConfig(), words[1])
+    model = model_download.find_model_folder(EngineConfig(model=words[0]))
+    adapter = model_download.find_adapter_folder(EngineConfig(), words[1])
     count = merging.merge_adapter(model, adapter, Path(words[2]).expanduser())
     print(f"{words[2]}: {count} matrices changed")
     return 0

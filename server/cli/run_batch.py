@@ -18,7 +18,7 @@ from trencadis.core.process import log_setup
 from trencadis.server.cli import batch_lines, batch_targets, serve
 from trencadis.server.cli.batch_lines import ResultFile
 from trencadis.server.cli.batch_runner import BatchLimits, BatchProgress, BatchRunner, BatchTarget
-from trencadis.server.config import argv
+from trencadis.server.config import command_line_parser
 from trencadis.server.config.resolve_settings import Settings, format_startup_lines, hide_keys, resolve_settings
 from trencadis.server.processes import signals_and_logging
 from trencadis.server.processes.start_engines import start_engines
@@ -78,7 +78,7 @@ def main(words: Sequence[str]) -> int:
             raise StartupError(f"--base-url {args.base_url[:80]}: must begin with http:// or https://.")
         log_setup.setup("INFO")
         return _run_with_files(args, lambda source, out: asyncio.run(_run_remote(args, source, out)))
-    given = argv.parse(rest)
+    given = command_line_parser.parse(rest)
     if given.help is not None:
         parser().print_help()
         return 0

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.engine_launcher import EngineHandle
-from trencadis.core.links.topology import topology
+from trencadis.core.links.rank_placement import topology
 from trencadis.core.process import function_trace, heap_trimmer
 from trencadis.server.config import resolve_settings
-from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.resolve_settings import Settings
+from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.http import listener
 from trencadis.server.processes import signals_and_logging
 from trencadis.server.processes.multi_api_server import run_multi_api_server
@@ -26,7 +26,7 @@ from trencadis.server.processes.server_lifecycle import SingleProcessServer, fin
 from trencadis.server.processes.start_engines import StartedEngines, start_engines
 
 if TYPE_CHECKING:
-    from trencadis.core.config import EngineConfig
+    from trencadis.core.engine_config import EngineConfig
     from trencadis.server.engine.supervisor import Supervisor
     from trencadis.server.processes.multi_engine_client import Fleet
 
@@ -91,10 +91,10 @@ def find_model(settings: Settings) -> Settings:
         if not demo_path().is_dir():
             raise StartupError("This installation has no bundled demo; name a model: trencadis serve MODEL.")
     else:
-        from trencadis.server.config.hub import find_model_folder
+        from trencadis.server.config.model_download import find_model_folder
 
         changes["model"] = str(find_model_folder(engine))
-    from trencadis.server.config.hub import find_tokenizer_folder, get_tokenizer_name
+    from trencadis.server.config.model_download import find_tokenizer_folder, get_tokenizer_name
 
     if get_tokenizer_name(engine) and "model" in changes:
         changes["tokenizer"] = str(find_tokenizer_folder(engine))

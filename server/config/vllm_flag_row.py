@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from trencadis.core.config import ATTENTION, ATTENTION_LIBRARIES, OLDER_ATTENTION
+from trencadis.core.engine_config import ATTENTION, ATTENTION_LIBRARIES, OLDER_ATTENTION
 from trencadis.core.errors import StartupError
 from trencadis.core.flag_options import FlagValue
 from trencadis.server.config import value_parsers

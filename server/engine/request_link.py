@@ -157,8 +157,8 @@ class RequestLink:
     """The requests that this process has open at another process.
 
     Args:
-        vocabulary: returns the packed ``core.masks.vocabulary.Vocabulary``; called once, before the first request with
-        a grammar is sent.
+        vocabulary: returns the packed ``core.token_masks.canonical_tokens.Vocabulary``; called once, before the first
+        request with a grammar is sent.
     """
 
     def __init__(self, vocabulary: Callable[[], Awaitable[bytes]] | None = None) -> None:

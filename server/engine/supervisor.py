@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import Conflict, NotFound, Unavailable
 from trencadis.core.executor.engine_launcher import EngineHandle
 from trencadis.core.process import engine_messages
@@ -36,8 +36,9 @@ class Supervisor:
         sleep_after: seconds without a request after which the engine falls asleep; 0: never.
         max_restarts: restarts without a steady minute after which the engine counts as failing (restarts continue).
         on_fatal: called with (message, exit code) when the first start cannot succeed.
-        vocabulary: returns the packed ``core.masks.vocabulary.Vocabulary`` or an awaitable of it. It is called once,
-        before the first request with a grammar; the result is sent to each engine. The attribute may also be set later.
+        vocabulary: returns the packed ``core.token_masks.canonical_tokens.Vocabulary`` or an awaitable of it. It is
+        called once, before the first request with a grammar; the result is sent to each engine. The attribute may also
+        be set later.
     """
 
     def __init__(

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from trencadis.core.errors import BadRequest, Unavailable
-from trencadis.core.masks.grammar_trial import VocabularySkeleton
-from trencadis.core.masks.vocabulary import Vocabulary
+from trencadis.core.token_masks.canonical_tokens import Vocabulary
+from trencadis.core.token_masks.grammar_trial import VocabularySkeleton
 from trencadis.multimodal.decode_workers.worker_pool import Job, WorkerPool
 from trencadis.server.grammars.grammar_writer import GrammarWriter
 from trencadis.server.text.checkpoint_tokenizer import MARKUP, Tokenizer
@@ -59,7 +59,7 @@ KEPT_BYTES = 32 << 20
 """Maximum bytes of cached grammars."""
 IN_LOOP = 16 << 10
 """Maximum bytes of schemas that are read in the event loop; larger ones are read in a thread."""
-JOBS = {"grammar": "trencadis.core.masks.grammar_trial:try_grammar"}
+JOBS = {"grammar": "trencadis.core.token_masks.grammar_trial:try_grammar"}
 TOO_COMPLEX = "it is too large or too complex to be compiled"
 
 

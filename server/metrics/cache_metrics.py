@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.process.engine_messages import EngineInfo, EngineStats
 from trencadis.multimodal.images.processor_cache import CacheCounters
 

@@ -22,7 +22,7 @@ from prometheus_client import values as storage
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.engine_stats import EngineInfo
 from trencadis.core.process.engine_messages import EngineStats
 from trencadis.multimodal.images.processor_cache import CacheCounters
@@ -35,7 +35,7 @@ from trencadis.server.metrics.cache_metrics import (
     make_adapter_families,
     make_cache_families,
 )
-from trencadis.server.metrics.collectors import DeprecatedCollector, make_sleep_state
+from trencadis.server.metrics.process_and_tenant_collectors import DeprecatedCollector, make_sleep_state
 from trencadis.server.metrics.request_record import (
     HttpMetrics,
     StageMetrics,

@@ -13,7 +13,7 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.server.plan.traffic_trace import StepNeeds
+from trencadis.server.plan.trace_plan_comparison import StepNeeds
 
 WIDTH, HEIGHT = 960, 640
 LEFT, TOP, RIGHT, BOTTOM = 90, 50, 150, 60

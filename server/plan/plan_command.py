@@ -10,27 +10,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trencadis.core import devices
-from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.pooler_config import load_model_config
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.pooling_resolver import load_model_config
 from trencadis.core.devices import likely, policy_of
 from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.engine.pipeline_dry_run import planned_stages
 from trencadis.core.engine.startup_checks import check_start
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import check_size
+from trencadis.core.json_types import JsonObject
 from trencadis.core.memory import graph_measurements
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.shapes.bucket_profile import read_profile, write_profile
 from trencadis.core.shapes.pipeline_partition import split_model
 from trencadis.core.spec.draft_checkpoint import find_drafter, sizes_of
-from trencadis.multimodal.processor import PROCESSOR_FILES
-from trencadis.server.config import argv, hub, value_parsers
+from trencadis.multimodal.processor_interface import PROCESSOR_FILES
+from trencadis.server.config import command_line_parser, model_download, value_parsers
 from trencadis.server.config.resolve_settings import hide_keys, resolve_settings
 from trencadis.server.plan import plan_report as plan_report
 from trencadis.server.plan.plan_report import make_pipeline_report
-from trencadis.server.plan.traffic_trace import StepNeeds
+from trencadis.server.plan.trace_plan_comparison import Sizes, StepNeeds
 
 USAGE = """\
 usage: trencadis plan [MODEL] --memory 96GiB [--device hpu|cuda|cpu] [--flag value ...]
@@ -85,17 +86,17 @@ def main(words: Sequence[str]) -> int:
         return 0
     own, rest = _parse_options(words)
     begun = time.perf_counter()
-    settings = resolve_settings(argv.parse(rest), os.environ)
+    settings = resolve_settings(command_line_parser.parse(rest), os.environ)
     settings.notes.extend(hide_keys(settings))
     config = replace(settings.engine, learn_buckets="off")
     path = _find_model_folder(config)
     model = load_model_config(replace(config, model=str(path)))
     if model.vision is not None and any((path / name).is_file() for name in PROCESSOR_FILES):
         # Raises for options that the API process would refuse.
-        registry.image_processor(model, config.mm_processor_kwargs, config.image_alignment)
+        model_registry.image_processor(model, config.mm_processor_kwargs, config.image_alignment)
     plans = make_stage_plans(config, model, own.memory, own.others)
     planned = plans[0]
-    sizes = registry.image_sizes(model, config.mm_processor_kwargs, config.image_alignment)
+    sizes = model_registry.image_sizes(model, config.mm_processor_kwargs, config.image_alignment)
     report = plan_report.make_report(planned, config, model, sizes)
     nodes = max(own.nodes, config.nnodes)
     if len(plans) > 1 or nodes > 1:
@@ -103,28 +104,15 @@ def main(words: Sequence[str]) -> int:
         report["notes"] += [note for p in plans[1:] for note in p.notes]
     report["notes"] = [*dict.fromkeys([*settings.notes, *report["notes"]])]
     report["seconds_to_plan"] = round(time.perf_counter() - begun, 3)
-    needs: list[StepNeeds] = []
-    if own.trace:
-        from trencadis.server.plan import traffic_trace as plan_trace
-
-        traffic = plan_trace.read_trace(own.trace, sizes)
-        needs = plan_trace.replay_needs(traffic, planned)
-        compared = plan_trace.list_compared_plans(needs, planned, model)
-        report["trace"] = {"requests": len(traffic), **plan_trace.compare_plans(needs, planned, model, compared)}
-        if own.report:
-            from trencadis.server.plan import trace_page as plan_page
-
-            drawn = {name: found.plan for name, found in [*compared.items()][:2]}
-            plan_page.write_page(own.report, report["trace"], plan_trace.record_needs(needs, planned.plan), drawn)
-            report["page"] = own.report
-    elif own.report:
+    if own.report and not own.trace:
         raise StartupError("--report needs --trace.")
+    needs = _compare_on_trace(own, report, planned, model, sizes) if own.trace else []
     if own.save_profile:
         report["profile"] = _save_profile(own, needs, planned)
     if own.plot:
-        from trencadis.server.plan import padding_plot as plan_plot
+        from trencadis.server.plan import padding_plot  # needs Pillow
 
-        plan_plot.draw(planned.plan, planned.limits, own.plot, own.by_blocks, needs)
+        padding_plot.draw(planned.plan, planned.limits, own.plot, own.by_blocks, needs)
         report["plot"] = own.plot
     lines: list[str] = []
     if own.time:
@@ -135,13 +123,33 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
+def _compare_on_trace(
+    own: PlanOptions, report: JsonObject, planned: StartupPlan, model: ModelConfig, sizes: Sizes
+) -> list[StepNeeds]:
+    """Adds the comparison of plans on a trace to the report and, if asked for, draws its page; returns the needs."""
+    from trencadis.server.plan import trace_page, trace_plan_comparison
+
+    traffic = trace_plan_comparison.read_trace(own.trace, sizes)
+    needs = trace_plan_comparison.replay_needs(traffic, planned)
+    compared = trace_plan_comparison.list_compared_plans(needs, planned, model)
+    found = trace_plan_comparison.compare_plans(needs, planned, model, compared)
+    report["trace"] = {"requests": len(traffic), **found}
+    if own.report:
+        drawn = {name: one.plan for name, one in [*compared.items()][:2]}
+        trace_page.write_page(
+            own.report, report["trace"], trace_plan_comparison.record_needs(needs, planned.plan), drawn
+        )
+        report["page"] = own.report
+    return needs
+
+
 def _save_profile(own: PlanOptions, needs: Sequence[StepNeeds], planned: StartupPlan) -> str:
     """Writes the needs of the trace and of the profiles to merge; returns the file's path.
 
     Raises:
         StartupError: there is nothing to write, a profile is refused, or the file cannot be written.
     """
-    from trencadis.server.plan.traffic_trace import record_needs
+    from trencadis.server.plan.trace_plan_comparison import record_needs
 
     found = record_needs(needs, planned.plan)
     for path in own.merge.split(",") if own.merge else ():
@@ -192,7 +200,7 @@ def _parse_value(name: str, text: str) -> int | str:
 def _find_model_folder(config: EngineConfig) -> Path:
     """Returns the folder of the model; does not download weights."""
     if config.model:
-        return hub.resolve(config.model, config.revision, config.hf_token, config.download_dir, ("*.json",))
+        return model_download.resolve(config.model, config.revision, config.hf_token, config.download_dir, ("*.json",))
     from trencadis.assets import demo_path
 
     return Path(demo_path())
@@ -211,7 +219,7 @@ def make_stage_plans(config: EngineConfig, model: ModelConfig, memory: int, othe
     check_size(model, ranks)
     parts = split_model(model, config.pipeline_parallel_size, config.pipeline_layer_partition)
     itemsize = 4 if config.dtype == "float32" or (config.dtype == "auto" and name == "cpu") else 2
-    images = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
+    images = model_registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
     device = PlannedDevice(name, memory, others, ranks, itemsize)
     asked, starts = bucket_env.read_bucket_options(os.environ), []
     for part in parts:

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 
 from trencadis.core.buckets import Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.config import EngineConfig
 from trencadis.core.engine.dry_run import StartupPlan
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
 from trencadis.core.json_types import JsonObject
 from trencadis.core.launches.stage_transfer import transferred_rows
 from trencadis.core.memory.ledger import POOLS
-from trencadis.server.plan.traffic_trace import Sizes
+from trencadis.server.plan.trace_plan_comparison import Sizes
 
 NAMED_SIZES = (
     (224, 224), (336, 336), (448, 448), (512, 512), (640, 480), (800, 600), (1024, 768), (1280, 720), (1344, 1008),

@@ -12,7 +12,7 @@ from trencadis.core.buckets import Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.core.shapes.learned_plan import KEPT_STAGES
-from trencadis.core.shapes.shape_needs import NeedHistogram
+from trencadis.core.shapes.shape_need_histogram import NeedHistogram
 
 WIDTH, HEIGHT, MARGIN = 430, 260, 46
 COLUMNS = 2

@@ -17,7 +17,12 @@ from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.engine.engine_client import get_replicas
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.metrics.bucket_metrics import describe_all_buckets
-from trencadis.server.metrics.collectors import DEPRECATED_PACE, FRONT, ProcessesCollector, SleepCollector
+from trencadis.server.metrics.process_and_tenant_collectors import (
+    DEPRECATED_PACE,
+    FRONT,
+    ProcessesCollector,
+    SleepCollector,
+)
 from trencadis.server.metrics.prometheus import PrometheusMetrics
 from trencadis.server.processes.multi_engine_client import Fleet
 from trencadis.server.routes.app_state import HttpSettings

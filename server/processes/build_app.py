@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from trencadis.core.process.engine_messages import EngineInfo
-from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.resolve_settings import Settings
+from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.http.app import create_app
 from trencadis.server.processes.multi_engine_client import Fleet

@@ -15,7 +15,7 @@ from contextlib import aclosing
 from functools import partial
 
 from trencadis.core.checkpoint.pooling_config import LAST
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, Unavailable
 from trencadis.core.executor.engine_launcher import EngineHandle
 from trencadis.core.kv.block_pool import SIZE, BlockHashChain, image_key
@@ -25,6 +25,7 @@ from trencadis.server.engine.engine_client import DeltaCallback, Pixels
 from trencadis.server.engine.request_link import STOPPED
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.processes.combined_engine_state import EngineGroup
+from trencadis.server.processes.replica_router import PrefixAffinityRouter
 from trencadis.server.processes.replica_wait_prediction import (
     Assignment,
     Key,
@@ -35,7 +36,6 @@ from trencadis.server.processes.replica_wait_prediction import (
     StepCosts,
     is_indexed_prefix,
 )
-from trencadis.server.processes.router import PrefixAffinityRouter
 
 PREFIX_STEP = 128
 """Tokens between two prefixes of a prompt that have keys; one block, if that is larger."""

@@ -12,9 +12,9 @@ import signal
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.process import log_setup
-from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.server_config import ServerConfig
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trencadis.core.config import EngineConfig
 from trencadis.core.cpu_affinity import computing_cpus
 from trencadis.core.devices import choose, likely
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.engine_launcher import EngineHandle, spawn_engine
 from trencadis.core.executor.rank_info import requested_threads
-from trencadis.core.links import topology
+from trencadis.core.links import rank_placement
 
 if TYPE_CHECKING:
     from trencadis.core.executor.ray_engines import RayEngines
@@ -113,11 +113,11 @@ def start_engines(
                 "--data-parallel-backend ray puts each engine on one node with all its ranks: leave out "
                 "--distributed-executor-backend ray and --nnodes"
             )
-        config = topology.on_this_machine(config)
+        config = rank_placement.on_this_machine(config)
         cluster = _reserve_on_ray(config, size)
         start_on_ray, configs = cluster.start_engine, divide_resources_over_nodes(config, size, cluster.max_per_node)
     else:
-        config, line = topology.choose_executor_backend(config, os.environ)
+        config, line = rank_placement.choose_executor_backend(config, os.environ)
         if line:
             log.warning("%s", line)
         start_on_ray, configs = None, divide_resources(config, size)

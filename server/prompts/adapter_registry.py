@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, NotFound, StartupError
 from trencadis.core.json_types import JsonObject
 from trencadis.core.lora.adapter_files import check_tower, read_adapter, resolve_folder

@@ -22,7 +22,7 @@ from trencadis.server.grammars.regex_translation import escaped, translate_regex
 from trencadis.server.grammars.response_format import LARGEST, RequestedFormat
 from trencadis.server.grammars.structural_tags import TagReader
 from trencadis.server.prompts.answer_reader import AnswerParsers
-from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.prompts.sampling_params import MAX_WORDS
 from trencadis.server.protocol.tool_definitions import get_named_function
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from trencadis.core.request import Delta, Request
 from trencadis.core.spec.predicted_text import PredictedText
 from trencadis.server.engine.engine_client import EngineClient, Pixels, RequestTiming
 from trencadis.server.prompts.output_processor import ChoiceStream, TextPiece
-from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.prompts.text_service import TextService
 
 T = TypeVar("T")

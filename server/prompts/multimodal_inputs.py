@@ -11,7 +11,7 @@ import numpy as np
 
 from trencadis.core.checkpoint.family import VisionSide
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
-from trencadis.core.checkpoint.registry import family_of, import_object
+from trencadis.core.checkpoint.model_registry import family_of, import_object
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.media_spans import MediaSpan
 from trencadis.multimodal.async_gather import gather_or_cancel
@@ -20,7 +20,7 @@ from trencadis.multimodal.media_options import NO_SCOPE, MediaPart, MediaScope
 if TYPE_CHECKING:
     from trencadis.multimodal.images.processor_cache import CacheCounters
     from trencadis.multimodal.patch_packing import Grid
-    from trencadis.multimodal.processor import Media as PreparedMedia
+    from trencadis.multimodal.processor_interface import Media as PreparedMedia
 
 
 class ImageItem(Protocol):
@@ -212,7 +212,7 @@ class PlaceholderJoiner:
 def _merge_spans(
     spans: Sequence[MediaSpan], media: Sequence[PreparedMedia]
 ) -> tuple[list[MediaSpan], list[float | None]]:
-    from trencadis.multimodal.processor import position_spans
+    from trencadis.multimodal.processor_interface import position_spans
 
     return position_spans(spans, media)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, Unpack
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.registry import family_of
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.model_registry import family_of
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest
 from trencadis.core.request import SamplingParams
 from trencadis.multimodal.media_options import NO_SCOPE, MediaPart, MediaScope
@@ -27,7 +27,13 @@ from trencadis.server.prompts.multimodal_inputs import (
     prepare_media,
 )
 from trencadis.server.prompts.output_processor import ChoiceStream, make_detokenizers
-from trencadis.server.prompts.prompt import PAIR_ROLES, Conversation, MessageRules, Prompt, parse_messages
+from trencadis.server.prompts.prompt_and_chat_messages import (
+    PAIR_ROLES,
+    Conversation,
+    MessageRules,
+    Prompt,
+    parse_messages,
+)
 from trencadis.server.prompts.sampling_params import RequestLimits, SamplingDefaults
 from trencadis.server.protocol.json_body_limits import check_json
 from trencadis.server.text.chat_template import ROLES, ChatTemplate, Rendering

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.pooler_config import load_model_config
-from trencadis.core.checkpoint.registry import image_processor
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.model_registry import image_processor
+from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import limited_budget
 from trencadis.multimodal.images.image_frontend import ImageFrontend, ImageLimits
@@ -23,7 +23,7 @@ from trencadis.multimodal.videos.video_frontend import VideoFrontend, VideoLimit
 from trencadis.server.prompts.text_service import TextService
 
 if TYPE_CHECKING:
-    from trencadis.multimodal.processor import VideoProcessor
+    from trencadis.multimodal.processor_interface import VideoProcessor
 
 CACHE_SHARE = 1 / 12
 """Largest share of the memory of this machine or container for decoded images that are kept."""

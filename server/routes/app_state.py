@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from trencadis import __version__
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.host_memory import limited_budget
 from trencadis.core.process.engine_messages import EngineStats
-from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.engine.engine_client import EngineClient
 from trencadis.server.metrics.prometheus import PrometheusMetrics
 from trencadis.server.metrics.tracing import TraceQueue

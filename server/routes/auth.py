@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 
 from trencadis.core.errors import Forbidden, Unauthorized
-from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.config.value_parsers import (
     ANY,
     is_loopback_address,

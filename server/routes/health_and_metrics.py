@@ -20,7 +20,7 @@ from trencadis import __version__
 from trencadis.core.errors import Forbidden
 from trencadis.core.json_types import Json, JsonObject
 from trencadis.core.process.engine_messages import Phase
-from trencadis.core.startup_progress import Warming
+from trencadis.core.startup_progress_and_warmup_pacing import Warming
 from trencadis.server.engine.engine_client import EngineClient, get_replicas
 from trencadis.server.metrics.bucket_metrics import describe_all_buckets
 from trencadis.server.protocol.base_request import Strict

@@ -11,7 +11,7 @@ from trencadis.core.json_types import JsonObject
 from trencadis.core.request import TokenLogprob
 from trencadis.server.prompts.answer_reader import AnswerPart, CallPart
 from trencadis.server.prompts.generation import Generation
-from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.protocol.base_request import (
     CompletionTokensDetails,
     ImageDetails,

@@ -24,7 +24,7 @@ from starlette.responses import Response
 from trencadis.core.json_types import JsonObject
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.shared_constants import EFFORTS
-from trencadis.server.prompts.prompt import TEXT_PARTS
+from trencadis.server.prompts.prompt_and_chat_messages import TEXT_PARTS
 from trencadis.server.prompts.sampling_params import MAX_STOPS
 from trencadis.server.protocol.anthropic_messages import MessagesError
 from trencadis.server.protocol.base_request import (

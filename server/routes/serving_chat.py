@@ -23,7 +23,7 @@ from trencadis.server.prompts.answer_grammar import RequestedCalls, add_answer_g
 from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.generation import Generation
 from trencadis.server.prompts.output_processor import PieceCollector, TextPiece
-from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.prompts.sampling_params import make_sampling_params, rename_error_fields, resolve_output_limit
 from trencadis.server.protocol.base_request import Usage
 from trencadis.server.protocol.chat_completions import (

@@ -24,7 +24,7 @@ from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.media_options import MediaScope
 from trencadis.server.prompts.pooling_prompts import get_input_prompt, read_input_prompts
-from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.protocol.base_request import Usage
 from trencadis.server.protocol.pooler_output import Float32, Raw, convert_to_floats, encode_base64, finish_pooled
 from trencadis.server.protocol.pooling import (

@@ -20,7 +20,7 @@ from trencadis.core.json_types import Json
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.media_options import MediaScope
 from trencadis.server.prompts.pooling_prompts import Content, Pair, check_scores, make_pair_prompt, read_content
-from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.protocol.pooler_output import compute_pair_score, cosine_similarity
 from trencadis.server.protocol.pooling import (
     PairRequest,

@@ -14,7 +14,7 @@ from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.errors import BadRequest, NotFound
 from trencadis.core.json_types import JsonObject
 from trencadis.multimodal.media_options import MediaScope
-from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.protocol.models_and_tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,

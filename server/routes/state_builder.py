@@ -9,10 +9,10 @@ from pathlib import Path
 from trencadis.core.cpu_affinity import available_cpus
 from trencadis.multimodal.decode_workers.worker_pool import MAX_WORKERS
 from trencadis.multimodal.images.processor_cache import CacheCounters
-from trencadis.server.config.hub import find_adapter_folder
+from trencadis.server.config.model_download import find_adapter_folder
 from trencadis.server.engine.engine_client import BACKLOG, EngineClient
 from trencadis.server.grammars.grammar_cache import GrammarCache
-from trencadis.server.metrics.collectors import (
+from trencadis.server.metrics.process_and_tenant_collectors import (
     LogCollector,
     ProcessesCollector,
     SleepCollector,

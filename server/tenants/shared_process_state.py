@@ -15,7 +15,7 @@ import numpy as np
 from trencadis.core.errors import NotFound
 from trencadis.core.json_types import Json, JsonObject
 from trencadis.multimodal.images.processor_cache import ProcessorCache
-from trencadis.multimodal.processor import PlaceholderRun, PreparedImage, PreparedVideo
+from trencadis.multimodal.processor_interface import PlaceholderRun, PreparedImage, PreparedVideo
 from trencadis.server.tenants.admission import Admission, Bounds
 from trencadis.server.tenants.shared_limits_table import (
     HELD,

@@ -15,7 +15,7 @@ import torch
 from tests.oracles.transformers_model import GAP, Oracle, conversation
 from trencadis import LLM, BeamSearchParams, FlatLogprobs, SamplingParams
 from trencadis.assets import demo_path
-from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
+from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinRuntime
 from trencadis.core.request import BeamRule
 from trencadis.offline_beam_search import EngineParams
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.traffic.requests import Traffic
-from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
-from trencadis.core.config import EngineConfig
+from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinRuntime
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_config import EngineConfig
 
 LENGTH = 64
 COMMON: dict[str, Any] = {

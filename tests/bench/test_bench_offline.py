@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trencadis.core.errors import StartupError
-from trencadis.server.bench import bench_command, offline_benchmarks, startup, startup_child
+from trencadis.server.bench import bench_command, bench_startup, bench_startup_child, offline_benchmarks
 from trencadis.server.bench.bench_command import make_serve_parser
 from trencadis.server.cli import run_batch as batch_command
 from trencadis.server.config.flags import get_flag_table
@@ -64,7 +64,7 @@ def test_wrong_command_lines_are_one_line(words, why):
 def test_the_clock_of_a_start_up_adds_up(monkeypatch):
     now = iter([0.0, 1.0, 3.0, 4.0, 9.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
-    clock = startup_child.PhaseClock()
+    clock = bench_startup_child.PhaseClock()
     for name in ("weights", "caches", "weights"):
         clock(name, "x", 0.5)
     assert clock.end() == {"weights": 2.0 + 5.0, "caches": 1.0}
@@ -72,7 +72,9 @@ def test_the_clock_of_a_start_up_adds_up(monkeypatch):
 
 def test_a_start_up_that_fails_is_one_line(tmp_path):
     with pytest.raises(StartupError, match="no model folder"):
-        startup.start({"model": str(tmp_path / "none/of/it")}, {"PATH": "", "PYTHONPATH": os.environ["PYTHONPATH"]})
+        bench_startup.start(
+            {"model": str(tmp_path / "none/of/it")}, {"PATH": "", "PYTHONPATH": os.environ["PYTHONPATH"]}
+        )
 
 
 @pytest.mark.long
@@ -92,7 +94,7 @@ def test_the_pages_name_flags_that_there_are():
         make_serve_parser(),
         offline_benchmarks.make_latency_parser(),
         offline_benchmarks.make_throughput_parser(),
-        startup.parser(),
+        bench_startup.parser(),
         batch_command.parser(),
     ]
     known = {flag for parser in own for action in parser._actions for flag in action.option_strings}

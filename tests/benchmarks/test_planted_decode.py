@@ -18,8 +18,8 @@ import torch
 from benchmarks.gpu import decode, layers
 from tests.oracles import interpreter
 from trencadis import LLM
+from trencadis.backends.cuda.cpu_twin.ops import TwinOps
 from trencadis.backends.cuda.launches import cuda_inputs
-from trencadis.backends.cuda.twin.ops import TwinOps
 from trencadis.core.buckets import Stage
 
 pytest.importorskip("triton", reason="triton is not installed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.vision.vision_models import KINDS
-from trencadis.core.checkpoint.registry import TABLE, family_of
+from trencadis.core.checkpoint.model_registry import TABLE, family_of
 
 COMPOSED = "Phi3VForCausalLM"
 """transformers has no such model: ``benchmarks.vision.phi3_v_reference``."""

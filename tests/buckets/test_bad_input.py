@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from trencadis.backends.hpu.hpu_settings import settings
-from trencadis.backends.hpu.policy import SERVING
-from trencadis.core.checkpoint.registry import family_options
+from trencadis.backends.hpu.shape_policy import SERVING
+from trencadis.core.checkpoint.model_registry import family_options
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.traffic.launch_lines import plan_of
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core import envs
 from trencadis.core.buckets import Stage
-from trencadis.core.device_policy import Density
+from trencadis.core.device_shape_policy import Density
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.bucket_options import AxisSpan, BucketOptions, exp, lin, pad, read_bucket_options, sizes
 from trencadis.core.shapes.bucket_planner import make_plan

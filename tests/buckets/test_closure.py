@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from tests.traffic.launch_lines import GUIDE, LINES, MODELS, model_of, plan_of
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.shapes.bucket_options import BucketOptions, read_bucket_options
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
 from trencadis.core.shapes.shape_limits import ShapeLimits, cells
-from trencadis.server.plan.traffic_trace import StepNeeds, list_vision_launches
+from trencadis.server.plan.trace_plan_comparison import StepNeeds, list_vision_launches
 
 SMALL = 50_000
 """Needs of a stage up to which all of them are tried."""

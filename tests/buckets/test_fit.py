@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trencadis.core.bucket_plan import Plan, escape
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Bucket, Stage
-from trencadis.core.device_policy import Policy
+from trencadis.core.device_shape_policy import Policy
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs, reset_inputs, text_inputs
 from trencadis.core.launches.launch_splitter import split_step
 from trencadis.core.shapes.bucket_options import vision_boundaries

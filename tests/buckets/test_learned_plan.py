@@ -13,10 +13,10 @@ import pytest
 
 from benchmarks.traces.generate import TRACES
 from tests.traffic.launch_lines import GUIDE, LINES, model_of, plan_of
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
-from trencadis.core.engine.search_process import HEDGE
+from trencadis.core.engine.bucket_search_process import HEDGE
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.bucket_options import BucketOptions, read_bucket_options
 from trencadis.core.shapes.bucket_planner import make_plan
@@ -34,8 +34,8 @@ from trencadis.core.shapes.learned_plan import (
     thin_heads,
 )
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
-from trencadis.core.shapes.shape_needs import RECORDED_STAGES, NeedHistogram, count_step, round_to_grid
-from trencadis.server.plan.traffic_trace import StepNeeds, read_request, replay_steps, sum_planned_work
+from trencadis.core.shapes.shape_need_histogram import RECORDED_STAGES, NeedHistogram, count_step, round_to_grid
+from trencadis.server.plan.trace_plan_comparison import StepNeeds, read_request, replay_steps, sum_planned_work
 
 MODEL = model_of(3584, 28, 28, 4, 18944)
 WORK = work_of(MODEL, 128)

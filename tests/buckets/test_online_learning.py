@@ -14,20 +14,20 @@ import pytest
 
 from benchmarks.traces.generate import TRACES
 from tests.traffic.launch_lines import GUIDE, LINES, model_of, plan_of
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.engine import search_process
+from trencadis.core.engine import bucket_search_process
 from trencadis.core.engine.bucket_learning import ON, BucketLearning, LearningSettings, PlanAccess
-from trencadis.core.shapes import need_recorder
+from trencadis.core.shapes import shape_need_recorder
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.launch_costs import Costs
 from trencadis.core.shapes.learned_plan import KEPT_STAGES, learn_plan, list_covers
-from trencadis.core.shapes.need_recorder import NeedRecorder
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
-from trencadis.core.shapes.shape_needs import NeedHistogram, count_step, list_needs
-from trencadis.server.plan.traffic_trace import StepNeeds, read_request, replay_steps
+from trencadis.core.shapes.shape_need_histogram import NeedHistogram, count_step, list_needs
+from trencadis.core.shapes.shape_need_recorder import NeedRecorder
+from trencadis.server.plan.trace_plan_comparison import StepNeeds, read_request, replay_steps
 
 MODEL = model_of(3584, 28, 28, 4, 18944)
 HOUR = 3600
@@ -98,7 +98,7 @@ def simulate(phases: list[Phase], seed: int, hindsight: bool = True) -> Totals:
     learning = BucketLearning(
         LearningSettings(static, most, static.policy.cost, ON),
         NeedRecorder(static, clock=lambda: clock.now), PlanAccess(lambda: rank.plan), lambda: clock.now,
-        search_process.solve,
+        bucket_search_process.solve,
     )  # fmt: skip
     prices, fixed = StepPrices(static), StepPrices(static)
     totals, changes = np.zeros(3), 0
@@ -131,7 +131,7 @@ def change(learning: BucketLearning, plan: Plan) -> Plan:
 
 @pytest.fixture(autouse=True)
 def steps_are_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(need_recorder, "IDLE_SECONDS", STEP_SECONDS)
+    monkeypatch.setattr(shape_need_recorder, "IDLE_SECONDS", STEP_SECONDS)
 
 
 @pytest.mark.long

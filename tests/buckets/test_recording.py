@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.traffic.launch_lines import GUIDE, model_of
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core import engine_stats
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import LORA, Bucket, Stage
-from trencadis.core.engine import bucket_learning, search_process
+from trencadis.core.engine import bucket_learning, bucket_search_process
 from trencadis.core.engine.bucket_learning import OBSERVE, ON, BucketLearning, LearningSettings, PlanAccess
 from trencadis.core.engine.request_trace import RequestTrace
 from trencadis.core.errors import StartupError
@@ -41,11 +41,11 @@ from trencadis.core.shapes.cost_model import (
 )
 from trencadis.core.shapes.launch_costs import Costs
 from trencadis.core.shapes.learned_plan import KEPT_STAGES
-from trencadis.core.shapes.need_recorder import PERIOD_SECONDS, PERIODS, RECENT_SECONDS, NeedRecorder
 from trencadis.core.shapes.plan_change_rules import ChangeRate, PlanCosts, judge
 from trencadis.core.shapes.rectangular_launches import RowNeed
-from trencadis.core.shapes.shape_needs import MAX_CELLS, NeedHistogram
-from trencadis.server.plan.traffic_trace import read_trace
+from trencadis.core.shapes.shape_need_histogram import MAX_CELLS, NeedHistogram
+from trencadis.core.shapes.shape_need_recorder import PERIOD_SECONDS, PERIODS, RECENT_SECONDS, NeedRecorder
+from trencadis.server.plan.trace_plan_comparison import read_trace
 
 MODEL = model_of(3584, 28, 28, 4, 18944)
 
@@ -190,7 +190,7 @@ def learning_of(plan: Plan, mode: str, clock: Clock) -> BucketLearning:
     assert isinstance(plan.policy.cost, Costs)
     settings = LearningSettings(plan, 40, plan.policy.cost, mode)
     recorder, access = NeedRecorder(plan, 3600.0, clock), PlanAccess(lambda: plan)
-    return BucketLearning(settings, recorder, access, clock, search_process.solve)
+    return BucketLearning(settings, recorder, access, clock, bucket_search_process.solve)
 
 
 def feed(learning: BucketLearning, clock: Clock, seconds: float, rows: int) -> None:
@@ -257,25 +257,25 @@ def test_needs_that_cannot_be_saved_are_kept(plan: Plan, tmp_path: Path, monkeyp
 
 def test_a_search_runs_in_a_process_of_its_own(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers as one in this process would; one that fails, or takes too long, is noted and harms nothing."""
-    clock, tasks = Clock(), list[search_process.Task]()
+    clock, tasks = Clock(), list[bucket_search_process.Task]()
     learning = learning_of(plan, OBSERVE, clock)
     for i in range(30):
         learning.recorder.count(decode(1 + i, 100 + i), [])
     for i in range(300):
         learning.times.add(plan.of(Stage.DECODE)[i % 9], 0.001 * (1 + i % 9))
 
-    def solve(task: search_process.Task) -> search_process.Answer:
+    def solve(task: bucket_search_process.Task) -> bucket_search_process.Answer:
         tasks.append(task)
-        return search_process.solve_in_child(task)
+        return bucket_search_process.solve_in_child(task)
 
     learning.solve = solve
     learning.request(force=True)
     learning.wait(60.0)
     learning.tick()
-    assert learning.pending == search_process.solve(tasks[0])
+    assert learning.pending == bucket_search_process.solve(tasks[0])
     assert learning.pending.time is not None and learning.report().residuals.keys() == {"decode"}
     learning.pending = None
-    monkeypatch.setattr(search_process, "PATIENCE", 0.01)
+    monkeypatch.setattr(bucket_search_process, "PATIENCE", 0.01)
     learning.request()
     learning.wait(60.0)
     clock.now += 1
@@ -288,17 +288,20 @@ def test_tasks_and_answers_survive_json(plan: Plan) -> None:
     costs = plan.policy.cost
     assert isinstance(costs, Costs)
     measured = MeasuredCosts(costs, 1e-4, {(Stage.DECODE, ""): (0.5, 1.0, 2.0)})
-    learn = search_process.LearnTask(
+    learn = bucket_search_process.LearnTask(
         plan, needs, 40, costs, (Stage.VISION,), plan.buckets[:3], {Stage.DECODE: 1e-4}, 7,
         [BucketTimes(plan.buckets[0], [0.1, 0.2])],
     )  # fmt: skip
-    price = search_process.PriceTask([needs, needs[:3]], plan, plan, plan, measured)
+    price = bucket_search_process.PriceTask([needs, needs[:3]], plan, plan, plan, measured)
     for task in (learn, price):
-        again = search_process.parse_task(json.loads(json.dumps(search_process.describe_task(task))))
-        assert search_process.describe_task(again) == search_process.describe_task(task)
-        answer = search_process.solve(task)
-        assert search_process.solve(again) == answer
-        assert search_process.parse_answer(json.loads(json.dumps(search_process.describe_answer(answer)))) == answer
+        again = bucket_search_process.parse_task(json.loads(json.dumps(bucket_search_process.describe_task(task))))
+        assert bucket_search_process.describe_task(again) == bucket_search_process.describe_task(task)
+        answer = bucket_search_process.solve(task)
+        assert bucket_search_process.solve(again) == answer
+        assert (
+            bucket_search_process.parse_answer(json.loads(json.dumps(bucket_search_process.describe_answer(answer))))
+            == answer
+        )
 
 
 @pytest.mark.parametrize(("factor", "outcome"), [(1.0, ""), (1.02, ""), (1.12, engine_stats.REVERTED)])

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.traffic.launch_lines import plan_of
-from trencadis.backends.cuda.policy import SERVING as CUDA
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.cuda.shape_policy import SERVING as CUDA
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.launches.host_inputs import text_inputs

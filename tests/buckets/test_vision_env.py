@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.traffic.launch_lines import model_of
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds
-from trencadis.core.config import EngineConfig
 from trencadis.core.engine.dry_run import shape_limits
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.bucket_options import PlannedImageSize, parse_image_sizes, read_bucket_options
 from trencadis.core.shapes.bucket_planner import image_batch_slots, make_plan

@@ -10,12 +10,12 @@ import pytest
 
 from tests.fakes.command_line import from_command_line
 from trencadis import LLM
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.server.config import resolve_settings
-from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.flags import get_flag_table
 from trencadis.server.config.resolve_settings import Settings
+from trencadis.server.config.server_config import ServerConfig
 
 NAMES = [flag.name for flag in resolve_settings.list_numeric_flags()]
 

@@ -13,13 +13,13 @@ import pytest
 import trencadis
 from tests.fakes.command_line import from_command_line
 from trencadis.core import envs
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import main as cli
-from trencadis.server.config import help, resolve_settings, value_parsers
-from trencadis.server.config import help as helptext
-from trencadis.server.config.config import ServerConfig
+from trencadis.server.config import help_text, resolve_settings, value_parsers
+from trencadis.server.config import help_text as helptext
 from trencadis.server.config.flags import get_flag_table, get_flag_variables
+from trencadis.server.config.server_config import ServerConfig
 
 GUIDE = (
     "--port 8080 --model M --tensor-parallel-size 1 --max-num-seqs 128 --dtype bfloat16 --gpu-memory-util 0.9 "
@@ -274,7 +274,7 @@ def test_no_variable_is_defined_twice():
 def test_docs_are_up_to_date():
     root = Path(trencadis.__file__).resolve().parent.parent
     page = (root / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert page == help.make_configuration_page(), "run tools/gen_flags.py"
+    assert page == help_text.make_configuration_page(), "run tools/gen_flags.py"
 
 
 @pytest.mark.parametrize("text", ["1e3", "1_000", " 1000 ", "1k", "0.001M", "0.001m"])

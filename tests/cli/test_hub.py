@@ -9,13 +9,13 @@ import pytest
 from huggingface_hub.utils._paths import filter_repo_objects
 
 from trencadis.assets import demo_path
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.engine_args import resolve_local_model
 from trencadis.server.cli import serve
-from trencadis.server.config import hub
-from trencadis.server.config.config import ServerConfig
+from trencadis.server.config import model_download
 from trencadis.server.config.resolve_settings import Settings
+from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 LLAMA = ["config.json", "tokenizer.model", "tokenizer_config.json", "model.safetensors", "chat_template.jinja",
@@ -50,14 +50,14 @@ def test_a_bare_name_is_a_hub_id_and_an_architecture_is_refused_before_its_weigh
     with pytest.raises(
         StartupError, match=r"^gpt2 holds T5ForConditionalGeneration \(architectures\); supported: .Qwen2_5_VL"
     ):
-        hub.find_model_folder(EngineConfig("gpt2"))
+        model_download.find_model_folder(EngineConfig("gpt2"))
     assert calls == [("gpt2", ["config.json"])]
 
 
 def test_the_sentencepiece_model_comes_along_and_no_code(repository, monkeypatch):
     calls = repository("LlamaForCausalLM")
-    monkeypatch.setattr(hub, "load_config", lambda path, overrides: None)
-    hub.find_model_folder(EngineConfig("owner/name"))
+    monkeypatch.setattr(model_download, "load_config", lambda path, overrides: None)
+    model_download.find_model_folder(EngineConfig("owner/name"))
     assert "tokenizer.model" in calls[-1][1] and "model.safetensors" in calls[-1][1]
     assert not {"pytorch_model.bin", "modeling.py", "consolidated.safetensors"} & set(calls[-1][1])
     assert not any("/" in name for name in calls[-1][1]), "a second copy of the model"
@@ -84,8 +84,8 @@ def test_weights_of_torch_are_fetched_where_there_are_no_others(
     repository, monkeypatch, tmp_path, files, load_format, fetched
 ):
     repository("OPTForCausalLM", files)
-    monkeypatch.setattr(hub, "load_config", lambda path, overrides: None)
-    folder = hub.find_model_folder(EngineConfig("facebook/opt-125m", load_format=load_format))
+    monkeypatch.setattr(model_download, "load_config", lambda path, overrides: None)
+    folder = model_download.find_model_folder(EngineConfig("facebook/opt-125m", load_format=load_format))
     assert {p.name for p in folder.iterdir() if p.suffix in (".bin", ".safetensors")} == fetched
     assert {p.name for p in folder.iterdir() if p.suffix == ".json"} >= {n for n in files if n.endswith(".index.json")}
 
@@ -112,7 +112,7 @@ def test_a_tokenizer_is_looked_up_beside_the_demo_as_well(repository, tmp_path):
 def test_what_is_no_hub_id_never_reaches_the_hub(repository, model):
     calls = repository("GPT2LMHeadModel")
     with pytest.raises(StartupError, match="There is no model folder"):
-        hub.resolve(model)
+        model_download.resolve(model)
     assert not calls
 
 
@@ -120,7 +120,7 @@ def test_offline_a_bare_name_says_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(StartupError) as caught:
-        hub.find_model_folder(EngineConfig("gpt2", download_dir=str(tmp_path)))
+        model_download.find_model_folder(EngineConfig("gpt2", download_dir=str(tmp_path)))
     assert str(caught.value) == "There is no folder gpt2 here, HF_HUB_OFFLINE is set, and its cache lacks this model."
 
 

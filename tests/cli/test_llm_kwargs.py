@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trencadis import engine_args
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
 
 

@@ -14,14 +14,14 @@ import pytest
 from tests.fakes.command_line import from_command_line
 from tests.oracles.shadow_engine import ScheduleDriver, shadow_engine
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.process import log_setup
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.step_builder import log_launches
 from trencadis.core.step import StepStats
-from trencadis.server.config.config import ServerConfig
-from trencadis.server.config.hub import resolve
+from trencadis.server.config.model_download import resolve
+from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.http.request_middleware import describe_missing_path
 from trencadis.server.processes.signals_and_logging import set_up_logging
 

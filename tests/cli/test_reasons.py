@@ -12,11 +12,11 @@ import pytest
 from tests.fakes.command_line import from_command_line
 from tests.families.text_checkpoints import CLASSES, FORMS
 from trencadis.core import envs
-from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.checkpoint.pooler_config import load_model_config
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.engine_config import EngineConfig
 from trencadis.server.config import vllm_env_compatibility
 from trencadis.server.config.vllm_flag_row import ABSENT
 from trencadis.server.config.vllm_flag_table import EVERY, ROWS
@@ -57,7 +57,7 @@ def test_every_claim_about_models_names_a_part_that_no_family_has() -> None:
         assert row.absent in ("", *ABSENT), row.name
     for part, words in NAMES.items():
         assert not [name for name in known if any(word in name for word in words)], part
-    families = {registry.family_of(name).name for name in registry.architectures()}
+    families = {model_registry.family_of(name).name for name in model_registry.architectures()}
     assert not [name for name in families if re.search(r"mamba|diffusion|colbert|rwkv", name, re.IGNORECASE)]
 
 

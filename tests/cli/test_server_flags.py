@@ -12,13 +12,13 @@ from tests.fakes.command_line import from_command_line
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from trencadis import __version__
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.multimodal.sources.http_fetch import MAX_REDIRECTS
 from trencadis.server.cli import serve
-from trencadis.server.config import hub
-from trencadis.server.config.config import ServerConfig
+from trencadis.server.config import model_download
 from trencadis.server.config.resolve_settings import Settings
+from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.grammars.grammar_writer import WhitespaceRule
 from trencadis.server.grammars.response_format import find_requested_format
 from trencadis.server.processes.build_app import make_media_rules
@@ -131,8 +131,8 @@ def test_a_tokenizer_has_a_revision_of_its_own(tmp_path: Path, monkeypatch: pyte
         requested.append((name, revision))
         return tmp_path
 
-    monkeypatch.setattr(hub, "resolve", resolve)
-    monkeypatch.setattr(hub, "load_config", lambda path, **how: None)
+    monkeypatch.setattr(model_download, "resolve", resolve)
+    monkeypatch.setattr(model_download, "load_config", lambda path, **how: None)
     for config in (
         EngineConfig("a/b", revision="r"),
         EngineConfig("a/b", revision="r", tokenizer_revision="t"),

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from trencadis.assets import demo_path
-from trencadis.backends.conformance import suite
+from trencadis.backends.conformance import check_suite
+from trencadis.backends.conformance.backend_under_test import CheckTarget, make_target
 from trencadis.backends.conformance.check_result import CheckFailed, Report, Result, line
-from trencadis.backends.conformance.target import CheckTarget, make_target
 from trencadis.core.device.backend import Backend, BackendConfig
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import check_backend
@@ -34,7 +34,7 @@ CARD = ("op.", "memory", "rollback")
 
 @pytest.mark.parametrize("policy", CPU)
 def test_cpu(policy: str) -> None:
-    report = suite.run(make_target("cpu", DEMO, policy=policy, quick=True), CPU[policy])
+    report = check_suite.run(make_target("cpu", DEMO, policy=policy, quick=True), CPU[policy])
     fine(report, least=len(CPU[policy]))
     assert "patches" in report.inherited and "attend" not in report.inherited
 
@@ -43,7 +43,7 @@ def test_emulated_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own hooks among it; tests/hpu/test_poison.py takes every bucket through padding and replay, test_serving.py
     holds tokens to the CPU's, tests/graphs/test_emulated.py runs out of memory in captures; the long suite has all."""
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
-    report = suite.run(make_target("hpu", DEMO, quick=True), CARD)
+    report = check_suite.run(make_target("hpu", DEMO, quick=True), CARD)
     fine(report)
     assert report.count("skip") == 0, "the emulated card offers every hook"
 
@@ -51,7 +51,7 @@ def test_emulated_card(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_twin_of_a_card() -> None:
     """The CUDA backend's programs and graphs over the CPU twin of its runtime; the long suite has the rest."""
     requested = "op.attend", "op.sample", "shapes", "tokens"
-    report = suite.run(make_target("cuda", DEMO, policy="twin", quick=True), requested)
+    report = check_suite.run(make_target("cuda", DEMO, policy="twin", quick=True), requested)
     fine(report, least=6)
 
 
@@ -60,7 +60,7 @@ def test_twin_of_a_card() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_whole_suite(name: str, policy: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
-    report = suite.run(make_target(name, DEMO, dtype=dtype, policy=policy), tell=lambda r: print(line(r)))
+    report = check_suite.run(make_target(name, DEMO, dtype=dtype, policy=policy), tell=lambda r: print(line(r)))
     print(report.summary())
     fine(report)
 
@@ -89,7 +89,7 @@ def test_exit_code_and_json(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert check_backend.main(["cpu", "--quick", "--only", "op.silu_mul,op.reset", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["passed"] and [r["name"] for r in report["results"]] == ["op.silu_mul", "op.reset"]
-    monkeypatch.setitem(suite.CHECKS, "op.silu_mul", broken)
+    monkeypatch.setitem(check_suite.CHECKS, "op.silu_mul", broken)
     assert check_backend.main(["cpu", "--quick", "--only", "op.silu_mul"]) == 1
     assert "fail  op.silu_mul" in capsys.readouterr().out
 
@@ -98,5 +98,5 @@ def test_an_error_of_the_backend_is_a_failure_and_not_an_end() -> None:
     def make(cfg: BackendConfig) -> Backend:
         raise RuntimeError("no such thing")
 
-    found = suite.run_check("padding", suite.CHECKS["padding"], CheckTarget("x", make, DEMO))
+    found = check_suite.run_check("padding", check_suite.CHECKS["padding"], CheckTarget("x", make, DEMO))
     assert isinstance(found, Result) and found.status == "fail" and "no such thing" in found.reason

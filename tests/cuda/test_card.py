@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_flatten
 
 from tests.traffic.requests import Traffic
 from trencadis.core.buckets import Stage
-from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_config import EngineConfig
 
 CARD = torch.cuda.is_available()
 pytestmark = [] if CARD else [pytest.mark.long]

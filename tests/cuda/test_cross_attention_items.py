@@ -13,6 +13,11 @@ from tests.traffic.ragged_rows import ragged_inputs
 from trencadis.backends.cuda import runtime_of
 from trencadis.backends.cuda.kernels import cross_attend
 from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import IMAGE_SPAN
+from trencadis.backends.cuda.launches.attention_work_items import (
+    CrossAttentionItemArrays,
+    LaunchPlans,
+    plan_cross_items,
+)
 from trencadis.backends.cuda.launches.input_buffer_bytes import (
     cross_attention_block_tokens,
     cross_attention_bytes,
@@ -20,10 +25,9 @@ from trencadis.backends.cuda.launches.input_buffer_bytes import (
     input_bytes,
 )
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
-from trencadis.backends.cuda.launches.work_items import CrossAttentionItemArrays, LaunchPlans, plan_cross_items
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.cross_attention_inputs import VARIANT
-from trencadis.core.device_policy import InputSizes
+from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.models.cross_attention import arena_row_numbers
 from trencadis.core.vision_config import SlotForm
 

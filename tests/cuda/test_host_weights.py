@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from tests.oracles.happens_before import races
-from trencadis.backends.cuda.host_layers import HostLayers
+from trencadis.backends.cuda.cpu_offloaded_layers import HostLayers
+from trencadis.backends.cuda.cpu_twin import twin_runtime
+from trencadis.backends.cuda.cpu_twin.cuda_rules import CaptureError
+from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinCall, TwinRuntime
 from trencadis.backends.cuda.runtime_protocol import Stream
-from trencadis.backends.cuda.twin import twin_runtime
-from trencadis.backends.cuda.twin.card_rules import CaptureError
-from trencadis.backends.cuda.twin.twin_runtime import TwinCall, TwinRuntime
-from trencadis.core.checkpoint.pooler_config import load_model_config
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.pooling_resolver import load_model_config
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.weight_offload import plan_offload
 from trencadis.core.request import Request, SamplingParams

@@ -15,15 +15,15 @@ from tests.fakes.attention import flash, flashinfer
 from tests.fakes.command_line import from_command_line
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
-from trencadis.backends.cuda import make_backend, policy
+from trencadis.backends.cuda import make_backend, shape_policy
+from trencadis.backends.cuda.attention_libraries import attention_library_selector
+from trencadis.backends.cuda.attention_libraries.library_attention import FlashInferLaunch, FlashInferWorkspaces
+from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinRuntime
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
-from trencadis.backends.cuda.libraries import attention_library_selector
-from trencadis.backends.cuda.libraries.library_attention import FlashInferLaunch, FlashInferWorkspaces
-from trencadis.backends.cuda.policy import SERVING
-from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
+from trencadis.backends.cuda.shape_policy import SERVING
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.device_policy import InputSizes
+from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.launch_memory import attending
 
@@ -197,8 +197,8 @@ def test_the_ledger_counts_what_a_plan_works_in(
         )
         taken = runtime.accounted.taken - before
         beside = counted(bucket, planned) - attending(SERVING, "")(bucket, planned)
-        assert beside == policy.infer_bytes(bucket, planned) and 0 <= beside - taken < 4096, bucket
-    assert policy.infer_bytes(Bucket(Stage.SAMPLE, (8,)), planned) == 0
+        assert beside == shape_policy.infer_bytes(bucket, planned) and 0 <= beside - taken < 4096, bucket
+    assert shape_policy.infer_bytes(Bucket(Stage.SAMPLE, (8,)), planned) == 0
 
 
 def test_other_devices_have_their_own_attention(

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tests.oracles.happens_before import Schedule, races
 from trencadis.backends.cuda.backend import CudaPending, CudaProgram
+from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinCall
 from trencadis.backends.cuda.launches.input_buffers import StageBuffer
 from trencadis.backends.cuda.runtime_protocol import Stream
-from trencadis.backends.cuda.twin.twin_runtime import TwinCall
 
 
 @given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1, 2]))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trencadis.backends.cuda.twin.twin_recording import TwinRecording
+from trencadis.backends.cuda.cpu_twin.twin_recording import TwinRecording
 
 MIB = 1 << 20
 

@@ -11,12 +11,12 @@ import pytest
 
 from tests.traffic.requests import Traffic
 from trencadis.assets import demo_path
-from trencadis.backends.cuda.twin.twin_runtime import TwinFaults, TwinRuntime
-from trencadis.core.config import EngineConfig
+from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinFaults, TwinRuntime
 from trencadis.core.device.backend import OutOfDeviceMemory, ProgramState
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
-from trencadis.server.config import argv
+from trencadis.core.engine_config import EngineConfig
+from trencadis.server.config import command_line_parser
 from trencadis.server.config.resolve_settings import resolve_settings
 
 LENGTH = 64
@@ -122,7 +122,7 @@ def test_the_default_line_has_a_graph_for_every_bucket_that_gains_from_one(
     """``TRENCADIS_CUDA_TWIN=1 serve --device cuda``, of which only the server is missing."""
     monkeypatch.setenv("TRENCADIS_CUDA_TWIN", "1")
     monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
-    config = resolve_settings(argv.parse(["--device", "cuda"]), {}).engine
+    config = resolve_settings(command_line_parser.parse(["--device", "cuda"]), {}).engine
     engine = create_engine(replace(config, model=str(demo_path())))
     try:
         assert len(graphs_of(engine).list_captured()) > 100 and not lacking(engine)

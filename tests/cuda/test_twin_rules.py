@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from trencadis.backends.cuda.cpu_twin.cuda_rules import CaptureError
+from trencadis.backends.cuda.cpu_twin.twin_runtime import DeviceError, TwinFaults, TwinRuntime, parse
 from trencadis.backends.cuda.runtime_protocol import Stream
-from trencadis.backends.cuda.timing.meta_launch_recorder import check_grid
-from trencadis.backends.cuda.twin.card_rules import CaptureError
-from trencadis.backends.cuda.twin.twin_runtime import DeviceError, TwinFaults, TwinRuntime, parse
+from trencadis.backends.cuda.time_estimates.meta_launch_recorder import check_grid
 from trencadis.core.errors import StartupError
 
 STATIC = torch.zeros(4)

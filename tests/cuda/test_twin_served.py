@@ -17,13 +17,13 @@ from tests.traffic.launch_lines import GUIDE as LIMITS
 from tests.traffic.launch_lines import model_of
 from tests.traffic.server_process import server
 from trencadis.assets import demo_path
-from trencadis.backends.cuda.policy import policy
+from trencadis.backends.cuda.shape_policy import policy
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.device_policy import capturable
+from trencadis.core.device_shape_policy import capturable
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan as plan_buckets
-from trencadis.server.config import argv
+from trencadis.server.config import command_line_parser
 from trencadis.server.config.resolve_settings import resolve_settings
 from trencadis.server.plan.plan_command import make_plan
 
@@ -73,7 +73,7 @@ def test_a_crash_in_a_capture_is_skipped_after_the_restart(tmp_path: Path, monke
     buckets = {"VLLM_MULTIMODAL_BUCKETS": "256"}
     monkeypatch.setenv("VLLM_MULTIMODAL_BUCKETS", buckets["VLLM_MULTIMODAL_BUCKETS"])
     flags = (*TWIN, *SMALL, "--max-model-len", "128")
-    config = resolve_settings(argv.parse(["--model", str(demo_path()), *flags]), {}).engine
+    config = resolve_settings(command_line_parser.parse(["--model", str(demo_path()), *flags]), {}).engine
     count = len(make_plan(config, load_config(demo_path()), 8 << 30).plan.buckets)
     faults = {"TRENCADIS_CUDA_TWIN_FAULTS": f"crash@capture:{count}", "TRENCADIS_CACHE": str(tmp_path)}
     with server(tmp_path, *flags, seconds=300, **buckets, **faults) as running:
@@ -89,7 +89,7 @@ def test_the_guides_launch_line_is_taken_and_planned() -> None:
     """Verbatim with ``--device cuda``; every launch of 80 GiB's plan that gains gets a graph: all of so small a model,
     prompts of up to 2,048 tokens of a 7B.
     """
-    config = resolve_settings(argv.parse(GUIDE), {"VLLM_SKIP_WARMUP": "true"}).engine
+    config = resolve_settings(command_line_parser.parse(GUIDE), {"VLLM_SKIP_WARMUP": "true"}).engine
     assert (config.device, config.gpu_memory_utilization, config.warmup) == ("cuda", 0.9, "skip")
     planned = make_plan(config, load_config(demo_path()), 80 << 30)
     captured = {p.bucket for prices in planned.selection.taken.values() for p in prices}

@@ -19,8 +19,8 @@ from deploy import dashboards
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from trencadis.core.process.engine_messages import BucketUse, EngineStats, GraphCounters
-from trencadis.core.startup_progress import Warming
-from trencadis.server.config.argv import parse
+from trencadis.core.startup_progress_and_warmup_pacing import Warming
+from trencadis.server.config.command_line_parser import parse
 from trencadis.server.config.flags import get_flag_table
 from trencadis.server.config.resolve_settings import resolve_settings
 

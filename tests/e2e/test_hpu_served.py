@@ -23,7 +23,7 @@ from tests.traffic.server_process import RunningServer, server
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.server.plan.plan_command import make_plan
 
 LENGTH = 20

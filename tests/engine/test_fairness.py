@@ -15,7 +15,7 @@ from trencadis.core.launches.rank_input_batch import RankInputBatch
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.encoder_scheduler import EncoderCache
 from trencadis.core.scheduling.fair_order import FairOrder
-from trencadis.core.scheduling.lifecycle import Lifecycle
+from trencadis.core.scheduling.request_lifecycle import Lifecycle
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Sequence, SequenceStatus

@@ -12,10 +12,10 @@ import torch
 
 from tests.traffic.requests import Traffic
 from trencadis.backends.cuda import make_backend
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig, LayerKV
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.host_block_copies import HostKV, HostStates, block_parts
 from trencadis.core.request import Request, SamplingParams

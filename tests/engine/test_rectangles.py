@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from trencadis import LLM, SamplingParams
-from trencadis.backends.hpu.policy import RULES, SERVING
+from trencadis.backends.hpu.shape_policy import RULES, SERVING
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.device_policy import AxisRule
+from trencadis.core.device_shape_policy import AxisRule
 from trencadis.core.launches import model_runner
 from trencadis.core.launches.launch_splitter import Launch, split_step
 from trencadis.core.shapes.bucket_options import BucketOptions

@@ -14,16 +14,16 @@ from tests.engine.test_schedules import play
 from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
 from tests.traffic.requests import searched
 from trencadis.core.kv.block_pool import HostBlockPool
-from trencadis.core.kv.state_pool import StatePool
+from trencadis.core.kv.recurrent_state_pool import StatePool
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.scheduling import state_scheduler
+from trencadis.core.scheduling import recurrent_state_scheduler
 
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 4 tokens, so that short prompts have many."""
     for name, value in (("CHUNK", 4), ("INTERVAL", 16), ("TAIL", 4)):
-        monkeypatch.setattr(state_scheduler, name, value)
+        monkeypatch.setattr(recurrent_state_scheduler, name, value)
 
 
 def play_states(seed: int, count: int, depth: int, **shape: Any) -> ScheduleDriver:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from trencadis.backends.cpu.backend import CpuBackend, warn_of_threads
-from trencadis.core.config import EngineConfig
 from trencadis.core.cpu_affinity import available_cpus, computing_cpus
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor.engine_launcher import make_child_config, make_child_environment
 
 

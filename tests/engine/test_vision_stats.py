@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from trencadis.core.buckets import Stage
-from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Delta, Request, RequestStats, SamplingParams
 from trencadis.multimodal.patch_packing import count_slots

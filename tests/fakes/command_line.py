@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trencadis.server.config.argv import parse
+from trencadis.server.config.command_line_parser import parse
 from trencadis.server.config.resolve_settings import Settings, resolve_settings
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import ProgramState
-from trencadis.core.device_policy import Policy
+from trencadis.core.device_shape_policy import Policy
 from trencadis.core.graphs.graph_capture import CaptureJournal, GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.memory.graph_selection import GraphPrice

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.emulator.card_profiles import Profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.habana_bridge import Bridge
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine.dry_run import DryRun, StartupPlan
 from trencadis.core.engine.dry_run import PlannedDevice as Paper
 from trencadis.core.engine.graph_startup import DeviceStart
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.launches.model_runner import ModelRunner
@@ -27,7 +27,7 @@ from trencadis.core.memory import graph_measurements
 from trencadis.core.memory.cache_plan import CachePlan
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.core.startup_progress import SilentProgress
+from trencadis.core.startup_progress_and_warmup_pacing import SilentProgress
 
 GIB = 1 << 30
 

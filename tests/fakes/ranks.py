@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.request import AdapterRef
-from trencadis.core.startup_progress import Progress, Warming
+from trencadis.core.startup_progress_and_warmup_pacing import Progress, Warming
 from trencadis.core.step import (
     AdapterUpload,
     Bias,

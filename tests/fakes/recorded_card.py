@@ -15,19 +15,19 @@ import torch
 
 from tests.fakes.meta_start import Started, config_of
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
+from trencadis.backends.hpu.emulator.emulated_errors import EmulatedOutOfMemory
+from trencadis.backends.hpu.habana_bridge import Bridge
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.launches.hpu_program import GraphProgram
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.buckets import Bucket
 from trencadis.core.device.backend import BackendConfig, OutOfDeviceMemory, ProgramState
-from trencadis.core.device_policy import InputSizes
+from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.memory.graph_measurements import bucket_of
 from trencadis.core.vision_config import SlotForm
 
-__all__ = ["Record", "Records", "RecordedBackend", "config_of"]
+__all__ = ["Record", "RecordedBackend", "Records", "config_of"]
 
 
 @dataclass(frozen=True)

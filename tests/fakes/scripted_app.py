@@ -25,7 +25,7 @@ from trencadis.multimodal.decode_workers.worker_pool import WorkerPool
 from trencadis.multimodal.images.processor_cache import ProcessorCache
 from trencadis.multimodal.media_options import MediaPart, MediaScope
 from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig as VisionConfig
-from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.engine.engine_client import DeltaCallback
 from trencadis.server.grammars.grammar_cache import JOBS
 from trencadis.server.http.app import create_app

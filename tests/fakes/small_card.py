@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine_builder import OpenedRank, rank_of
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor.rank_info import RankInfo
-from trencadis.core.startup_progress import Progress
+from trencadis.core.startup_progress_and_warmup_pacing import Progress
 
 
 def make(config: EngineConfig, place: RankInfo, progress: Progress) -> OpenedRank:

@@ -15,10 +15,10 @@ import torch
 
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime, bridge
-from trencadis.backends.hpu.emulator.refusals import parse
+from trencadis.backends.hpu.emulator.emulated_errors import parse
 from trencadis.backends.hpu.hccl_comm import HpuComm
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.policy import policy
+from trencadis.backends.hpu.shape_policy import policy
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trencadis.core.checkpoint.registry import architectures
+from trencadis.core.checkpoint.model_registry import architectures
 from trencadis.server.cli.main import main
 
 NEW = ("gemma4", "gemma3n", "hunyuan_v1_dense", "hunyuan_v1_moe", "qwen3_next", "llama4", "deepseek_v3", "bart", "vit")

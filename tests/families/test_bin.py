@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.families.test_same_tokens import answered, prompts
-from trencadis.core.checkpoint.checkpoint_source import canonical
-from trencadis.core.checkpoint.registry import family_of
-from trencadis.core.checkpoint.weight_loader import open_weights, read_file
+from trencadis.core.checkpoint.checkpoint_weight_source import canonical
+from trencadis.core.checkpoint.model_registry import family_of
+from trencadis.core.checkpoint.weight_file_reader import open_weights, read_file
 from trencadis.core.errors import StartupError
 from trencadis.core.weight_files import files_of
 

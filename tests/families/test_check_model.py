@@ -21,9 +21,9 @@ from tests.families.test_same_tokens import CARDS, VARIANTS, pairs, prompts
 from tests.families.text_checkpoints import CASES, set_keys
 from tests.oracles.transformers_model import assert_same
 from trencadis.backends.conformance.check_model.transformers_oracle import TransformersOracle, write_dummy
-from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.family import ParsedConfig
-from trencadis.core.models.linear import scaled
+from trencadis.core.models.linear_and_embedding import scaled
 from trencadis.server.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,8 +67,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 def forget() -> None:
-    registry.installed_families.cache_clear()
-    registry.family_of.cache_clear()
+    model_registry.installed_families.cache_clear()
+    model_registry.family_of.cache_clear()
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_weights_that_are_missing_or_left_over_are_named(form: Any, capsys: Any,
     code, results = checked(capsys, folder, "--only", "weights,logits.whole")
     assert code == 1 and "lacks the weight layers.0.self_attn.q_proj.bias" in results["weights"]["reason"]
     assert results["logits.whole"]["status"] == "skip", "one reason fails one check"
-    family = registry.family_of("Qwen3ForCausalLM")
+    family = model_registry.family_of("Qwen3ForCausalLM")
     set_keys(folder, attention_bias=False)
 
     def without(root: Any, c: Any, tied: bool) -> ParsedConfig:

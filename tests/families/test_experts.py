@@ -15,15 +15,15 @@ from torch import Tensor
 
 from tests.families.text_checkpoints import FORMS, set_keys
 from trencadis.backends.conformance import op_checks_layers
+from trencadis.backends.conformance.backend_under_test import make_target
 from trencadis.backends.conformance.check_model.checkpoint_checks import CheckedModel, run
-from trencadis.backends.conformance.target import make_target
 from trencadis.backends.cpu.batch_invariant import InvariantOps
 from trencadis.backends.cpu.expert_mlp import route_tokens
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.decoder_layer_config import ExpertsConfig, SigmoidRouting
-from trencadis.core.checkpoint.weight_loader import open_weights
+from trencadis.core.checkpoint.weight_file_reader import open_weights
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.weight_bytes import decoder_values
 from trencadis.core.models.moe import SigmoidRouter

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trencadis.core.checkpoint.weight_loader import read_file
+from trencadis.core.checkpoint.weight_file_reader import read_file
 from trencadis.core.errors import StartupError
 
 MARKER = "TRENCADIS_HOSTILE_RAN"

@@ -16,9 +16,9 @@ from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ImageNeeds
-from trencadis.core.checkpoint.pooler_config import load_model_config
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.pooling_resolver import load_model_config
 from trencadis.core.device.backend import BackendConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models.model_loader import load_model
 

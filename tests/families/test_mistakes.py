@@ -13,7 +13,7 @@ import torch
 
 from tests.fakes.hand_driven_model import HandDrivenModel
 from tests.families.text_checkpoints import LONGROPE
-from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.decoder_layer_config import ExpertsConfig, QueryGrowth, SigmoidRouting
 from trencadis.core.checkpoint.model_config import LAYER, PRE, RMS, RMS_ONE, ModelConfig
 from trencadis.core.checkpoint.rope_config import LongScaling
@@ -128,7 +128,7 @@ def test_a_mistake_shows(compared: Any, mistake: str) -> None:
 
 def test_a_matrix_that_is_not_transposed_shows(compared: Any, monkeypatch: Any) -> None:
     """Square ones have the right shape either way."""
-    family = registry.family_of("GPT2LMHeadModel")
+    family = model_registry.family_of("GPT2LMHeadModel")
     square = tuple(name for name in family.names.transposed if name != "o_proj")
     wrong = replace(family, names=replace(family.names, transposed=square))
     monkeypatch.setattr("trencadis.core.models.decoder.family_of", lambda architecture: wrong)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from trencadis.core import devices
-from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint import model_registry
 from trencadis.core.errors import StartupError
 from trencadis.core.old_names import MEMBERS, MODULES, MOVED, NAMES, find_successors
 from trencadis.server.tools import parser_registry
@@ -69,21 +69,25 @@ def test_every_name_and_member_has_a_successor_in_the_source() -> None:
         ),
         (
             "from trencadis.multimodal.tiles.model import (\n    TileModel,\n)",
-            "trencadis.multimodal.tiles.model is called trencadis.multimodal.vit.model now; "
+            "trencadis.multimodal.tiles.model is called trencadis.multimodal.vit.tile_vision_model now; "
             "TileModel is called TileVisionModel now",
         ),
         (
             "from trencadis.core.buckets import Plan, Stage",
             "trencadis.core.buckets.Plan is called trencadis.core.bucket_plan.Plan now",
         ),
-        ("from trencadis.multimodal.processor import Prepared", "Prepared is called PreparedImage now"),
+        (
+            "from trencadis.core.families.opt import describe",
+            "trencadis.core.families.opt is called trencadis.core.family_configs.opt now",
+        ),
+        ("from trencadis.multimodal.processor_interface import Prepared", "Prepared is called PreparedImage now"),
         (
             "from trencadis.core.checkpoint.model_config import TextConfig\nTextConfig(joined=True)",
             "TextConfig(joined=) is called bidirectional_images now",
         ),
         (
             "import trencadis.core.models as models\nmodels.loader.open_weights",
-            "trencadis.core.models.loader is called trencadis.core.checkpoint.weight_loader now",
+            "trencadis.core.models.loader is called trencadis.core.checkpoint.weight_file_reader now",
         ),
     ],
 )
@@ -109,15 +113,15 @@ def test_each_kind_of_plug_in_is_told(write: Write, monkeypatch: pytest.MonkeyPa
     def offered(group: str) -> list[EntryPoint]:
         return [EntryPoint("other", f"{where}X", group)]
 
-    for module in (devices, parser_registry, registry):
+    for module in (devices, parser_registry, model_registry):
         monkeypatch.setattr(module, "entry_points", offered)
-    registry.installed_families.cache_clear()
-    registry.family_of.cache_clear()
+    model_registry.installed_families.cache_clear()
+    model_registry.family_of.cache_clear()
     asked = (
         lambda: devices.policy_of("other"),
         lambda: parser_registry.find_reasoning_format("other", None),
         lambda: parser_registry.find_tool_parser("other", None),
-        lambda: registry.family_of("other"),
+        lambda: model_registry.family_of("other"),
     )
     try:
         for ask in asked:
@@ -126,8 +130,8 @@ def test_each_kind_of_plug_in_is_told(write: Write, monkeypatch: pytest.MonkeyPa
                 ask()
             assert said in one_line(refused)
     finally:
-        registry.installed_families.cache_clear()
-        registry.family_of.cache_clear()
+        model_registry.installed_families.cache_clear()
+        model_registry.family_of.cache_clear()
 
 
 def test_a_parser_with_methods_of_before_is_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.conformance import op_checks_layers
+from trencadis.backends.conformance.backend_under_test import make_target
 from trencadis.backends.conformance.op_checks_layers import ACTIVATIONS
-from trencadis.backends.conformance.target import make_target
 from trencadis.backends.cpu.batch_invariant import InvariantOps
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps

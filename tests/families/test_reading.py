@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.fakes.hand_driven_model import HandDrivenModel
 from tests.families.text_checkpoints import rename, set_keys
-from trencadis.backends.cpu.policy import PADDED
+from trencadis.backends.cpu.shape_policy import PADDED
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.pooler_config import load_model_config
+from trencadis.core.checkpoint.pooling_resolver import load_model_config
 from trencadis.core.checkpoint.rope_config import YarnScaling
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.server.prompts.text_service import TextService
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.family import BARE, CLASSIFY, GENERATE, DeviceShare
 from trencadis.core.errors import StartupError
@@ -23,7 +23,7 @@ from trencadis.server.cli import list_models, main
 ROOT = Path(__file__).resolve().parents[2]
 GRANITE = """
 from dataclasses import replace
-from trencadis.core.families.llama import FAMILY as LLAMA
+from trencadis.core.family_configs.llama import FAMILY as LLAMA
 FAMILY = replace(LLAMA, name="Other", model_type="other", architectures={"OtherForCausalLM": "generate"})
 """
 
@@ -47,23 +47,23 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 def forget() -> None:
-    registry.installed_families.cache_clear()
-    registry.family_of.cache_clear()
+    model_registry.installed_families.cache_clear()
+    model_registry.family_of.cache_clear()
 
 
 def test_every_built_in_record_serves_what_the_table_says() -> None:
-    for name in registry.TABLE:
-        family = registry.family_of(name)
+    for name in model_registry.TABLE:
+        family = model_registry.family_of(name)
         assert family.architectures[name] in (GENERATE, CLASSIFY, BARE)
-        listed = {n for n, target in registry.TABLE.items() if registry.family_of(n) is family}
+        listed = {n for n, target in model_registry.TABLE.items() if model_registry.family_of(n) is family}
         assert listed == set(family.architectures), family.name
 
 
 def test_only_the_family_in_use_is_imported_and_none_needs_torch() -> None:
     code = (
-        "import sys; from trencadis.core.checkpoint import registry; registry.family_of('OPTForCausalLM');"
-        "names = [n for n in sys.modules if n.startswith('trencadis.core.families.')];"
-        "assert names == ['trencadis.core.families.opt'], names; assert 'torch' not in sys.modules"
+        "import sys; from trencadis.core.checkpoint import model_registry; model_registry.family_of('OPTForCausalLM');"
+        "names = [n for n in sys.modules if n.startswith('trencadis.core.family_configs.')];"
+        "assert names == ['trencadis.core.family_configs.opt'], names; assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -74,7 +74,7 @@ LONG = {"gemma4.py": 200, "nemotron_h.py": 180, "qwen3_5.py": 160, "llama.py": 1
 
 
 def test_a_family_is_at_most_120_lines() -> None:
-    for file in [*(ROOT / "core" / "families").glob("*.py"), ROOT / "multimodal" / "qwen2_5_vl" / "family.py"]:
+    for file in [*(ROOT / "core" / "family_configs").glob("*.py"), ROOT / "multimodal" / "qwen2_5_vl" / "family.py"]:
         assert len(file.read_text(encoding="utf-8").splitlines()) <= LONG.get(file.name, 120), file.name
 
 
@@ -85,17 +85,17 @@ REMAINS = {
     "core/checkpoint/rope_config.py": "llama3 is the name of a rotary type in every config.json",
     "core/models/attention.py": "the same type, and whose report has its formula",
     "core/checkpoint/config_reader.py": "a key that says whose pooling head it was; it changes nothing",
-    "core/config.py": "what --load-format takes elsewhere",
+    "core/engine_config.py": "what --load-format takes elsewhere",
     "core/envs.py": "what Intel's guide says about a variable",
-    "backends/hpu/start/environment.py": "the same",
+    "backends/hpu/start/gaudi_mode_and_env.py": "the same",
     "server/tools": "vLLM's names of the forms in which calls are written; a checkpoint of any family may use each",
     "server/tools/reasoning_parser.py": "the same, of thoughts",
-    "server/config/config.py": "the same, in the help of their flags",
+    "server/config/server_config.py": "the same, in the help of their flags",
     "server/text/checkpoint_tokenizer.py": "whose tokenizers are of a kind",
-    "server/config/hub.py": "an example of an id without an owner",
+    "server/config/model_download.py": "an example of an id without an owner",
     "server/grammars/gbnf.py": "llama.cpp, whose grammars these are",
     "server/routes/openapi.py": "qwen-vl-utils, a client's library",
-    "server/prompts/prompt.py": "the same",
+    "server/prompts/prompt_and_chat_messages.py": "the same",
 }
 """Where a family's name stands outside its record, and why it says nothing about a family's model."""
 
@@ -105,7 +105,7 @@ def test_no_family_is_named_outside_its_record() -> None:
     for room in ("core", "server", "backends"):
         for file in sorted((ROOT / room).rglob("*.py")):
             name = str(file.relative_to(ROOT))
-            if name.startswith("core/families/") or name == "core/checkpoint/registry.py":
+            if name.startswith("core/family_configs/") or name == "core/checkpoint/model_registry.py":
                 continue
             words = NAMED.findall(file.read_text(encoding="utf-8"))
             if words and name not in REMAINS and str(Path(name).parent) not in REMAINS:
@@ -115,12 +115,12 @@ def test_no_family_is_named_outside_its_record() -> None:
 
 def test_a_package_offers_a_family(package: Any, form: Any, capsys: Any, tmp_path: Path) -> None:
     package("OtherForCausalLM", GRANITE)
-    assert registry.architectures()[-1] == "OtherForCausalLM"
-    assert registry.family_of("OtherForCausalLM").name == "Other"
+    assert model_registry.architectures()[-1] == "OtherForCausalLM"
+    assert model_registry.family_of("OtherForCausalLM").name == "Other"
     assert main.main(["models"]) == 0
     said = capsys.readouterr().out
     assert "Other (model-other 0.3, model_other:FAMILY)\n  OtherForCausalLM" in said
-    assert "OPT (built in, trencadis.core.families.opt)" in said
+    assert "OPT (built in, trencadis.core.family_configs.opt)" in said
 
 
 @pytest.mark.parametrize(
@@ -134,15 +134,15 @@ def test_a_package_offers_a_family(package: Any, form: Any, capsys: Any, tmp_pat
 def test_a_package_at_fault_is_named_in_one_line(package: Any, architecture: str, source: str, said: str) -> None:
     package(architecture, source)
     with pytest.raises(StartupError, match=said) as caught:
-        registry.architectures()
-        registry.family_of(architecture)
+        model_registry.architectures()
+        model_registry.family_of(architecture)
     assert "\n" not in str(caught.value)
 
 
 def test_a_family_may_count_its_own_weights_and_costs(form: Any, monkeypatch: Any) -> None:
     config = load_config(form("opt", "125m"))
     own = replace(
-        registry.family_of(config.architecture),
+        model_registry.family_of(config.architecture),
         weights=lambda model, held: 1000 * held.itemsize * held.ranks,
         values=lambda model: 7,
     )

@@ -19,11 +19,11 @@ from tests.fakes.counting_engine import CRASH, SLOW
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from tests.health.test_sleep import FACTORY, until
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import Unavailable
 from trencadis.core.executor.engine_launcher import spawn_engine
 from trencadis.core.request import Request, SamplingParams
-from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.http.app import create_app
 from trencadis.server.processes.multi_engine_client import Fleet
 from trencadis.server.processes.start_engines import divide_resources

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fakes.command_line import from_command_line
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.engine_stats import GraphCounters
 from trencadis.core.errors import StartupError
 from trencadis.core.kv.block_pool import BlockHashChain, BlockPool, EvictionLog, image_key

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.fakes.command_line import from_command_line
-from trencadis.core.config import EngineConfig
 from trencadis.core.devices import CARD_VARIABLES
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import ray_broker, ray_cluster, ray_engines
 from trencadis.core.executor import ray_launcher as on_node

@@ -9,6 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from trencadis.server.processes.replica_router import (
+    MAX_IMAGE_HOLDERS,
+    MAX_IMAGES,
+    MAX_PREFIX_HOLDERS,
+    RANDOM_REPLICAS,
+    CacheIndex,
+    PrefixAffinityRouter,
+    ReplicationPolicy,
+)
 from trencadis.server.processes.replica_wait_prediction import (
     Assignment,
     ReplicaCosts,
@@ -18,15 +27,6 @@ from trencadis.server.processes.replica_wait_prediction import (
     RoutedPrefix,
     StepCosts,
     is_indexed_prefix,
-)
-from trencadis.server.processes.router import (
-    MAX_IMAGE_HOLDERS,
-    MAX_IMAGES,
-    MAX_PREFIX_HOLDERS,
-    RANDOM_REPLICAS,
-    CacheIndex,
-    PrefixAffinityRouter,
-    ReplicationPolicy,
 )
 
 

@@ -18,7 +18,7 @@ from benchmarks.fleet.replica_costs import Machine
 from benchmarks.fleet.simulate import Outcome, simulate, simulate_exactly
 from benchmarks.harness.reporting import quantile
 from benchmarks.traces.sessions import sessions
-from trencadis.server.processes.router import PrefixAffinityRouter
+from trencadis.server.processes.replica_router import PrefixAffinityRouter
 
 ROOT = Path(__file__).resolve().parents[2]
 RATE = 8.0

@@ -22,8 +22,8 @@ from tests.random_inputs.masked_answers import (
     write_grammars,
 )
 from trencadis import LLM, SamplingParams, StructuredOutputsParams
-from trencadis.core.masks.manager import ChoiceEnds, ChoiceMasks
-from trencadis.core.masks.matchers import AllowedIds, BadWords, bits
+from trencadis.core.token_masks.matcher_manager import ChoiceEnds, ChoiceMasks
+from trencadis.core.token_masks.token_rule_matchers import AllowedIds, BadWords, bits
 from trencadis.server.grammars.grammar_writer import WhitespaceRule
 from trencadis.server.grammars.response_format import RequestedFormat
 

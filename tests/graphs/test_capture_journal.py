@@ -6,7 +6,7 @@ import asyncio
 import socket
 from typing import Any
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor.engine_launcher import EngineHandle
 from trencadis.core.graphs.graph_capture import CaptureJournal
 from trencadis.core.process import engine_messages

@@ -12,17 +12,17 @@ import pytest
 
 from tests.traffic.requests import Traffic
 from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime
-from trencadis.backends.hpu.emulator.refusals import parse
+from trencadis.backends.hpu.emulator.emulated_errors import parse
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import ProgramState
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.bucket_profile import write_profile
 from trencadis.core.shapes.learned_plan import KEPT_STAGES
-from trencadis.core.shapes.shape_needs import NeedHistogram
+from trencadis.core.shapes.shape_need_histogram import NeedHistogram
 from trencadis.server.plan.plan_command import make_plan
 
 LENGTH = 192

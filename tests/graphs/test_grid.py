@@ -22,7 +22,7 @@ from tests.fakes.meta_start import GIB, Started, card, config_of, on_paper, run
 from tests.fakes.recorded_card import RecordedBackend, Records
 from tests.traffic.launch_lines import GUIDE, model_of
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.device.backend import BackendConfig, ProgramState
 from trencadis.core.engine.graph_startup import DeviceStart
@@ -31,8 +31,8 @@ from trencadis.core.errors import StartupError
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.bucket_profile import write_profile
-from trencadis.core.shapes.shape_needs import RECORDED_STAGES, NeedHistogram
-from trencadis.core.startup_progress import SilentProgress
+from trencadis.core.shapes.shape_need_histogram import RECORDED_STAGES, NeedHistogram
+from trencadis.core.startup_progress_and_warmup_pacing import SilentProgress
 from trencadis.multimodal.qwen2_vl.smart_resize import largest_slots
 
 RECORDINGS = Path(__file__).resolve().parents[2] / ".bench" / "records"

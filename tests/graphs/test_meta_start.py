@@ -10,8 +10,8 @@ import pytest
 
 from trencadis.assets import demo_path
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_config import EngineConfig
 from trencadis.server.plan.plan_command import make_plan
 
 GAUDI3 = int(126.5 * (1 << 30))

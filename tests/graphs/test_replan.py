@@ -20,16 +20,16 @@ from tests.graphs.test_ranks import ThreadComm, together
 from tests.traffic.requests import Traffic
 from trencadis.backends.hpu.emulator import emulated_recipe_cache
 from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime
+from trencadis.backends.hpu.emulator.emulated_errors import parse
 from trencadis.backends.hpu.emulator.emulated_recipe_cache import LaunchRates
-from trencadis.backends.hpu.emulator.refusals import parse
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import ProgramState
+from trencadis.core.engine.bucket_search_process import FoundBuckets
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
-from trencadis.core.engine.search_process import FoundBuckets
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.engine_stats import FAILURE, PUBLISHED
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
@@ -39,7 +39,7 @@ from trencadis.core.memory.graph_selection import GraphPrice
 from trencadis.core.shapes.bucket_profile import read_profile
 from trencadis.core.shapes.cost_model import LaunchTime, LaunchTimes, MeasuredCosts, residuals_of
 from trencadis.core.shapes.learned_plan import KEPT_STAGES, learn_plan
-from trencadis.core.shapes.shape_needs import NeedHistogram
+from trencadis.core.shapes.shape_need_histogram import NeedHistogram
 
 MIB = 1 << 20
 NEW = tuple(Bucket(Stage.FRESH, (1, t)) for t in (96, 192)) + (Bucket(Stage.DECODE, (2, 3)),)
@@ -336,7 +336,7 @@ ALL_DONE = 3
 
 KILLED = """
 import os, signal, sys, threading
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.graphs.live_plan_change import PlanChange
 from tests.graphs.test_replan import FLAGS, SMALL, serve

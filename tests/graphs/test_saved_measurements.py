@@ -19,7 +19,7 @@ from trencadis.core.memory import graph_measurements
 from trencadis.core.memory.graph_measurements import Measurements, merge_measurements
 from trencadis.core.memory.graph_selection import GraphPrice, prices_by
 from trencadis.core.shapes.bucket_profile import write_profile
-from trencadis.core.shapes.shape_needs import NeedHistogram
+from trencadis.core.shapes.shape_need_histogram import NeedHistogram
 
 MODEL = dataclasses.replace(model_of(1024, 1, 8, 2, 2048, vision=False), architecture="Qwen2ForCausalLM")
 IMAGES = ImageNeeds()
@@ -115,7 +115,8 @@ def test_seconds_of_launches_belong_to_the_code_that_took_them(monkeypatch: pyte
 
 def test_the_digest_of_the_code_reads_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {
-        graph_measurements.digest_code(m) for m in ("trencadis.backends.hpu.policy", "trencadis.backends.cuda", "", "o")
+        graph_measurements.digest_code(m)
+        for m in ("trencadis.backends.hpu.shape_policy", "trencadis.backends.cuda", "", "o")
     }
     assert len(found) == 3, "a backend of another package counts by its settings alone"
     file = tmp_path / "kernel.py"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trencadis.core.startup_progress import WarmupPacing
+from trencadis.core.startup_progress_and_warmup_pacing import WarmupPacing
 
 PIECES = st.lists(st.floats(0.001, 2), min_size=1, max_size=60)
 

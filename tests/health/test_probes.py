@@ -23,9 +23,9 @@ from tests.fakes.text_checkpoint import write_text_checkpoint
 from tests.health.test_sleep import FACTORY, until
 from tests.operations.fake_server import FakeServer
 from tests.traffic.server_process import free_port
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor.engine_launcher import spawn_engine
-from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.http.app import create_app
 from trencadis.server.processes.server_lifecycle import Notifier

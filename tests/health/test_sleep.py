@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.fakes.counting_engine import HELD, SLOW, STUCK, WORDS
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import Unavailable
 from trencadis.core.executor.engine_launcher import spawn_engine
 from trencadis.core.request import Delta, Request, SamplingParams

@@ -25,8 +25,8 @@ from trencadis.core.errors import Conflict, KeyLimitReached, QueueFull, StartupE
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.multimodal.images.processor_cache import UuidRegistry, name_digest
-from trencadis.multimodal.processor import PlaceholderRun, PreparedImage, PreparedVideo
-from trencadis.server.config.config import ServerConfig
+from trencadis.multimodal.processor_interface import PlaceholderRun, PreparedImage, PreparedVideo
+from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.engine.engine_client import DeltaCallback
 from trencadis.server.engine.request_link import OpenRequest
 from trencadis.server.http import listener

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tests import kernel_kinds
 from tests.kernel_kinds import threads
-from trencadis.backends.cpu.native import dense, kernel_table
+from trencadis.backends.cpu.native import dense_linear, kernel_table
 from trencadis.backends.cpu.native.kernel_table import TORCH, chosen_table
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight, is_packable
 from trencadis.core.device.backend import Comm
 from trencadis.core.device.communicators import SingleRank
-from trencadis.core.models.linear import LAST, LMHead
+from trencadis.core.models.linear_and_embedding import LAST, LMHead
 
 TYPES = kernel_kinds.dense_types()
 pytestmark = pytest.mark.skipif(not TYPES, reason="own kernels do not multiply dense weights on this CPU")
@@ -58,7 +58,7 @@ def test_products_of_few_rows_are_exact_to_the_last_rounding_and_a_row_depends_o
         bias = torch.randn(outputs, generator=generator).to(dtype)
         wide = torch.randn(max(ROWS), inputs + 4, generator=generator).to(dtype)
         x = wide[:, 2 : 2 + inputs]  # rows with others' values between them
-        whole = dense.product(x, packed(weight, bias).panels)  # type: ignore[arg-type]
+        whole = dense_linear.product(x, packed(weight, bias).panels)  # type: ignore[arg-type]
         exact = x.double() @ weight.double().T + bias.double()
         scale = (x.double().abs() @ weight.double().abs().T + bias.double().abs()).clamp_min(1e-3)
         unit = 2**-8 if dtype == torch.bfloat16 else 2**-23
@@ -189,7 +189,7 @@ def test_a_weight_that_lies_otherwise_keeps_onednns_products(dtype: torch.dtype)
     table = chosen_table()
     with threads(1):  # with more, oneDNN packs float32 otherwise on a CPU with AVX2 alone
         other, short, same = (torch.ops.mkldnn._reorder_linear_weight(w) for w in (weight.flip(0), weight[:64], weight))
-    assert dense.panels_of(other, weight, None, table) is None
-    assert dense.panels_of(short, weight, None, table) is None
-    mine = dense.panels_of(same, weight, None, table)
+    assert dense_linear.panels_of(other, weight, None, table) is None
+    assert dense_linear.panels_of(short, weight, None, table) is None
+    mine = dense_linear.panels_of(same, weight, None, table)
     assert (mine is not None) == (dtype in kernel_kinds.shared_types())

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trencadis.backends.cpu.backend import CpuBackend
-from trencadis.backends.cpu.native import threads
+from trencadis.backends.cpu.native import kernel_threads
 from trencadis.core.cpu_affinity import BIND, choose_cpus, nodes_of, parse_cpu_list, share_cpus
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
@@ -114,14 +114,14 @@ def test_lists_of_cpus() -> None:
 def test_an_engines_threads_stay_on_the_cpus_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a thread of its own, whose affinity is nobody else's."""
     usable, kept, found = sorted(os.sched_getaffinity(0)), list[Sequence[int]](), list[set[int]]()
-    keep = threads.pin_threads
+    keep = kernel_threads.pin_threads
 
     def noted(cpus: Sequence[int]) -> None:
         kept.append(cpus)
         keep(cpus)
         found.append(os.sched_getaffinity(0))
 
-    monkeypatch.setattr(threads, "pin_threads", noted)
+    monkeypatch.setattr(kernel_threads, "pin_threads", noted)
     monkeypatch.setenv(BIND, str(usable[-1]))
     before, made = torch.get_num_threads(), list[str]()
     one = threading.Thread(target=lambda: made.append(CpuBackend(BackendConfig()).label))

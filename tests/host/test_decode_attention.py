@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests import kernel_kinds
 from trencadis.backends.cpu.attention_plan import CpuAttn, get_plan
-from trencadis.backends.cpu.native import row_kernels
+from trencadis.backends.cpu.native import attention_and_row_kernels
 from trencadis.backends.cpu.native.kernel_table import TORCH
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.core.device.backend import LayerKV
@@ -104,9 +104,9 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
 def test_rows_attend_as_float64_does_and_alone_as_in_company(ops: CpuOps, dtype: torch.dtype) -> None:
     for case in CASES:
         made = decoding(case, dtype)
-        if case[5] % row_kernels.LANES == 0:
-            assert row_kernels.can_decode(made.q, made.kv, ops.table), case
-        own = case[5] % row_kernels.LANES == 0
+        if case[5] % attention_and_row_kernels.LANES == 0:
+            assert attention_and_row_kernels.can_decode(made.q, made.kv, ops.table), case
+        own = case[5] % attention_and_row_kernels.LANES == 0
         with kernel_kinds.served("decode_attention", ops.table, own):
             found = made.run(ops)
         exact = made.exact(plain(made.kv.k), plain(made.kv.v))
@@ -144,7 +144,7 @@ def test_codes_of_eight_bits_are_read_as_they_are_opened(
     kv_cache_codes.store(plain(k), plain(v), coded, torch.arange(len(plain(k))))
     exact = made.exact(*kv_cache_codes.read_slots(coded, slice(0, len(plain(k))), torch.float32))
     made.kv = coded
-    assert row_kernels.can_decode(made.q, made.kv, ops.table)
+    assert attention_and_row_kernels.can_decode(made.q, made.kv, ops.table)
     with kernel_kinds.served("decode_attention", ops.table):
         found = made.run(ops)
     assert float((found.double() - exact).abs().max()) <= 2**-7 * float(exact.abs().max())
@@ -198,7 +198,7 @@ def test_decoding_rows_beside_chunks_are_written_in_their_places(ops: CpuOps) ->
 
 def test_what_the_kernel_does_not_know_is_left_to_torch() -> None:
     made = decoding((2, 30, 60, 4, 2, 24, 0), torch.float32)
-    assert not row_kernels.can_decode(made.q, made.kv, kernel_kinds.table("avx2"))
+    assert not attention_and_row_kernels.can_decode(made.q, made.kv, kernel_kinds.table("avx2"))
     found, exact = made.run(CpuOps()), made.exact(plain(made.kv.k), plain(made.kv.v))
     assert float((found.double() - exact).abs().max()) < 1e-5
 

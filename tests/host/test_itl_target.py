@@ -16,15 +16,15 @@ from tests.engine.test_schedules import random_request
 from tests.oracles.shadow_engine import VOCAB, Clock, ScheduleDriver, shadow_engine
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import MIXED_AXES, Bucket, Stage
-from trencadis.core.checkpoint.pooler_config import load_model_config
-from trencadis.core.config import EngineConfig
-from trencadis.core.device_policy import Policy
+from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.device_shape_policy import Policy
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import _times
 from trencadis.core.engine.startup_checks import check_start
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.shapes.step_times import LADDER, ChunkBudget, StepTimes, StepWork, chunk_sizes
+from trencadis.core.shapes.step_times_and_chunk_budget import LADDER, ChunkBudget, StepTimes, StepWork, chunk_sizes
 from trencadis.core.step import Step, StepOutput
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"

@@ -20,14 +20,14 @@ from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.native import weight_packing
 from trencadis.backends.cpu.native.kernel_table import VARIABLE, chosen_table
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
-from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
+from trencadis.core.checkpoint.checkpoint_weight_source import CheckpointSource
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import family_of
-from trencadis.core.checkpoint.weight_loader import open_weights
-from trencadis.core.checkpoint.weight_source import StackedPart, StoredRows
+from trencadis.core.checkpoint.model_registry import family_of
+from trencadis.core.checkpoint.weight_file_reader import open_weights
+from trencadis.core.checkpoint.weight_source_interface import StackedPart, StoredRows
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.models.attention import PartialRotarySource
-from trencadis.core.models.linear import Linear, RowParallelLinear
+from trencadis.core.models.linear_and_embedding import Linear, RowParallelLinear
 
 TYPES = kernel_kinds.shared_types()
 STORED = (torch.float32, torch.bfloat16, torch.float16)

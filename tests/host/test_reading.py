@@ -12,13 +12,13 @@ import torch
 
 from trencadis.backends.cpu import make_backend
 from trencadis.core.checkpoint import weight_prefetch
-from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
+from trencadis.core.checkpoint.checkpoint_weight_source import CheckpointSource
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import family_of
-from trencadis.core.checkpoint.weight_loader import open_weights
-from trencadis.core.checkpoint.weight_source import StackedPart, stack
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.model_registry import family_of
+from trencadis.core.checkpoint.weight_file_reader import open_weights
+from trencadis.core.checkpoint.weight_source_interface import StackedPart, stack
 from trencadis.core.device.backend import BackendConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.process import engine_process as process
 
@@ -85,7 +85,7 @@ def test_files_are_asked_for_before_torch_is_imported(monkeypatch: pytest.Monkey
         raise Imported
 
     monkeypatch.setattr("trencadis.core.checkpoint.weight_prefetch.start_prefetch", lambda *args: seen.append(args))
-    monkeypatch.setattr("trencadis.core.process.torch_env.import_torch", load)
+    monkeypatch.setattr("trencadis.core.process.torch_detection.import_torch", load)
     engine = object.__new__(process.EngineProcess)
     monkeypatch.setattr(engine, "send", lambda message: None, raising=False)
     with pytest.raises(Imported):

@@ -15,7 +15,7 @@ from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.native.kernel_table import VARIABLE
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.weight_loader import open_weights
+from trencadis.core.checkpoint.weight_file_reader import open_weights
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.models.decoder import Decoder
 

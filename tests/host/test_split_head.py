@@ -11,7 +11,7 @@ import pytest
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.core.launches import model_runner
-from trencadis.core.launches.sample_launches import launch_split, select_rows
+from trencadis.core.launches.split_sample_launches import launch_split, select_rows
 from trencadis.core.step import HeadInputs, HeadOutput
 
 GREEDY: dict[str, Any] = dict(temperature=0.0, max_tokens=9, ignore_eos=True)

@@ -18,9 +18,9 @@ from tests.host.test_decode_attention import decoding
 from tests.ops.test_many_queries import prompts
 from tests.ops.test_rotary import make_parts
 from trencadis.backends.cpu.backend import torch_is_idle
-from trencadis.backends.cpu.native import dense, thread_count_control, threads, weight_packing
+from trencadis.backends.cpu.native import dense_linear, kernel_threads, thread_count_control, weight_packing
+from trencadis.backends.cpu.native.attention_and_row_kernels import rotate
 from trencadis.backends.cpu.native.kernel_table import VARIABLE
-from trencadis.backends.cpu.native.row_kernels import rotate
 from trencadis.backends.cpu.native.thread_count_control import ThreadUse, run_delay, stolen_time
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.buckets import Bucket, Stage
@@ -34,9 +34,9 @@ LONG = 2_000 * MILLISECOND
 
 
 @pytest.fixture
-def pool() -> Iterator[threads.PoolCalls]:
+def pool() -> Iterator[kernel_threads.PoolCalls]:
     """The library's threads, none of them left out; afterwards as before."""
-    made = threads.calls().pool
+    made = kernel_threads.calls().pool
     made.patient(0)
     made.on_torch(0)
     made.tend(1)
@@ -75,12 +75,12 @@ def launches() -> dict[str, Callable[[CpuOps], Tensor | None]]:
     }
     for dtype in kernel_kinds.dense_types():
         large, x = normal(3000, 512).to(dtype), normal(37, 512).to(dtype)
-        made[f"linear {dtype}"] = lambda _, large=large, x=x: dense.product(x, panels_of(large))  # type: ignore[misc]
-        made[f"best {dtype}"] = lambda _, large=large, x=x: dense.best(x, panels_of(large), 2900, 1.0)  # type: ignore[misc]
+        made[f"linear {dtype}"] = lambda _, large=large, x=x: dense_linear.product(x, panels_of(large))  # type: ignore[misc]
+        made[f"best {dtype}"] = lambda _, large=large, x=x: dense_linear.best(x, panels_of(large), 2900, 1.0)  # type: ignore[misc]
     return made
 
 
-def panels_of(weight: Tensor) -> dense.Panels:
+def panels_of(weight: Tensor) -> dense_linear.Panels:
     made = CpuOps().pack_weight(weight, None)
     assert isinstance(made, PackedWeight) and made.panels is not None
     return made.panels
@@ -88,7 +88,7 @@ def panels_of(weight: Tensor) -> dense.Panels:
 
 @pytest.mark.parametrize("on_torch", [0, 1])
 def test_bits_are_equal_for_one_to_eight_threads(
-    on_torch: int, pool: threads.PoolCalls, monkeypatch: pytest.MonkeyPatch
+    on_torch: int, pool: kernel_threads.PoolCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool.on_torch(on_torch)
     monkeypatch.setenv(VARIABLE, kernel_kinds.DENSE or kernel_kinds.OWN[-1])
@@ -114,12 +114,12 @@ def product(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Tensor]]:
     dtype = kernel_kinds.dense_types()[0]
     made, x = panels_of(normal(4096, 512).to(dtype)), normal(64, 512).to(dtype)
     with kernel_kinds.threads(2):
-        dense.product(x, made)
-        yield lambda: dense.product(x, made)
+        dense_linear.product(x, made)
+        yield lambda: dense_linear.product(x, made)
 
 
 def test_a_launch_does_not_wait_for_a_thread_that_has_not_begun(
-    pool: threads.PoolCalls, product: Callable[[], Tensor]
+    pool: kernel_threads.PoolCalls, product: Callable[[], Tensor]
 ) -> None:
     wanted = product()
     pool.hold(1, LONG, 0)
@@ -130,7 +130,7 @@ def test_a_launch_does_not_wait_for_a_thread_that_has_not_begun(
 
 
 def test_a_thread_that_is_late_inside_of_a_launch_is_left_out_until_it_is_taken_back(
-    pool: threads.PoolCalls, product: Callable[[], Tensor]
+    pool: kernel_threads.PoolCalls, product: Callable[[], Tensor]
 ) -> None:
     """The launch waits for its piece; those after it do not."""
     wanted, held, deadline = product(), 0.0, time.monotonic() + 60
@@ -148,7 +148,9 @@ def test_a_thread_that_is_late_inside_of_a_launch_is_left_out_until_it_is_taken_
     assert pool.in_use(2) == 2 and torch.equal(product(), wanted)
 
 
-def test_a_thread_that_waited_for_a_cpu_is_left_out(pool: threads.PoolCalls, product: Callable[[], Tensor]) -> None:
+def test_a_thread_that_waited_for_a_cpu_is_left_out(
+    pool: kernel_threads.PoolCalls, product: Callable[[], Tensor]
+) -> None:
     wanted = product()
     pool.charge(1, LONG)
     assert torch.equal(product(), wanted) and pool.in_use(2) == 1
@@ -158,7 +160,7 @@ def test_a_thread_that_waited_for_a_cpu_is_left_out(pool: threads.PoolCalls, pro
     assert torch.equal(product(), wanted) and pool.in_use(2) == 2
 
 
-def test_launches_of_several_callers_at_once(pool: threads.PoolCalls, product: Callable[[], Tensor]) -> None:
+def test_launches_of_several_callers_at_once(pool: kernel_threads.PoolCalls, product: Callable[[], Tensor]) -> None:
     wanted, wrong = product(), list[int]()
 
     def call(number: int) -> None:
@@ -177,7 +179,7 @@ def test_launches_of_several_callers_at_once(pool: threads.PoolCalls, product: C
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_forked_child_has_threads_of_its_own(pool: threads.PoolCalls, product: Callable[[], Tensor]) -> None:
+def test_a_forked_child_has_threads_of_its_own(pool: kernel_threads.PoolCalls, product: Callable[[], Tensor]) -> None:
     wanted, parents = product().view(torch.uint8).numpy().tobytes(), pool.system_id(1)
     child = os.fork()
     if not child:
@@ -194,7 +196,7 @@ def test_a_forked_child_has_threads_of_its_own(pool: threads.PoolCalls, product:
     assert ended == (child, 0)
 
 
-def test_packed_weights_are_the_same_from_any_number_of_threads(pool: threads.PoolCalls) -> None:
+def test_packed_weights_are_the_same_from_any_number_of_threads(pool: kernel_threads.PoolCalls) -> None:
     weight, made = normal(1000, 96), list[Tensor]()
     table = kernel_kinds.table(kernel_kinds.DENSE or kernel_kinds.OWN[-1])
     for count in (1, 2, 5):
@@ -326,8 +328,8 @@ def test_torchs_threads_do_not_spin_beside_launches_whose_products_are_the_libra
     use, _, _, _ = watched(tmp_path)
     for rows, alone, of_torch in ((8, True, 1), (128, True, 1), (129, True, 4), (8, False, 4)):
         with use.launch(rows, alone):
-            assert (torch.get_num_threads(), threads.launch_threads()) == (of_torch, 4), (rows, alone)
-        assert (torch.get_num_threads(), threads.launch_threads()) == (4, 4)
+            assert (torch.get_num_threads(), kernel_threads.launch_threads()) == (of_torch, 4), (rows, alone)
+        assert (torch.get_num_threads(), kernel_threads.launch_threads()) == (4, 4)
     with pytest.raises(KeyError), use.launch(8, True):
         raise KeyError
     assert torch.get_num_threads() == 4, "a launch that fails leaves no trace"

@@ -15,8 +15,8 @@ import torch
 from tests.fakes.hand_driven_model import HandDrivenModel
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import family_of, image_processor, import_object
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.model_registry import family_of, image_processor, import_object
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.step import Encode
 from trencadis.multimodal.patch_packing import count_slots

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from trencadis.assets import demo_path
-from trencadis.backends.conformance import suite
-from trencadis.backends.conformance.target import CheckTarget, Make, make_target
+from trencadis.backends.conformance import check_suite
+from trencadis.backends.conformance.backend_under_test import CheckTarget, Make, make_target
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig, Rotary
 from trencadis.core.launches.host_inputs import own_positions
@@ -295,7 +295,7 @@ def planted(of: CheckTarget, fault: Fault) -> CheckTarget:
 def verdict(of: CheckTarget, fault: Fault, everything: bool = False) -> str:
     """Empty where the fault was named; else what was said instead."""
     random.seed(4)
-    report = suite.run(planted(of, fault), () if everything else (fault.check,))
+    report = check_suite.run(planted(of, fault), () if everything else (fault.check,))
     found = {r.name: r for r in report.results}[fault.check]
     if found.status == "fail" and fault.says in found.reason:
         return ""
@@ -309,8 +309,8 @@ def stub() -> Make:
     gaudi_detection.find_stack = lambda: gaudi_detection.Stack("1.21.0.555", "2.6.0+git1234", "2.6.0", True)
     gaudi_detection.find_machine = lambda environ: gaudi_detection.Machine(1, 1)
     from trencadis.backends.hpu.backend import HpuBackend
-    from trencadis.backends.hpu.bridge import emulator_hooks
-    from trencadis.backends.hpu.policy import policy
+    from trencadis.backends.hpu.habana_bridge import emulator_hooks
+    from trencadis.backends.hpu.shape_policy import policy
     from trencadis.backends.hpu.start.bridge_loader import open_bridge
 
     bridge = dataclasses.replace(open_bridge(0), device=torch.device("cpu"), compile=lambda m, fullgraph=True: m)
@@ -356,7 +356,7 @@ def main(kind: str, names: list[str]) -> None:
     """Prints {"clean": failures of the device itself, "missed": {fault: what was said}, "named": count}."""
     of = of_kind(kind)
     able = noticeable(of, names or FAULTS)
-    clean = suite.run(of)
+    clean = check_suite.run(of)
     print(clean.summary(), file=sys.stderr)
     missed = {}
     for name in able:

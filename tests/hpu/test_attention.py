@@ -14,23 +14,23 @@ from torch import Tensor
 
 from tests.oracles.gaudi_launches import BLOCK, BLOCKS, LAUNCHES, AttentionLayer, reference, references, step_inputs
 from tests.traffic.launch_lines import LINES, plan_of
-from trencadis.backends.hpu.attention import prefill, softmax, window_attention
+from trencadis.backends.hpu.attention import attention_softmax, prefill_attention, window_attention
 from trencadis.backends.hpu.attention.attention_inputs import ContextAttn, FreshAttn, SlicedContext
-from trencadis.backends.hpu.attention.prefill import check_bucket, largest_mask
-from trencadis.backends.hpu.attention.softmax import AttentionKernels
+from trencadis.backends.hpu.attention.attention_softmax import AttentionKernels
+from trencadis.backends.hpu.attention.prefill_attention import check_bucket, largest_mask
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.emulator.emulated_errors import Refused
 from trencadis.backends.hpu.emulator.fused_kernels import Kernels, block_softmax_adjustment
-from trencadis.backends.hpu.emulator.refusals import Refused
 from trencadis.backends.hpu.hpu_settings import SYMBOLS, HpuSettings, settings
-from trencadis.backends.hpu.policy import input_bytes, policy
+from trencadis.backends.hpu.shape_policy import input_bytes, policy
 from trencadis.backends.hpu.start import bridge_loader
 from trencadis.backends.hpu.start.bridge_loader import find_symbols
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig, LayerKV, Rotary, Segments
-from trencadis.core.device_policy import InputSizes
+from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.host_inputs import own_positions
 from trencadis.core.memory import estimate
@@ -183,9 +183,9 @@ def test_long_chunks_are_causal_in_whole_steps(count: int, stored: int, dtype: t
     on = [t.to(backend.device) for t in (q, k, v, *caches)]
     moved = ContextAttn(*(t.to(backend.device) for t in attn[:3]))
     with backend.card.launch():
-        ready = prefill.prepare_context(moved, size, 2 * size)
+        ready = prefill_attention.prepare_context(moved, size, 2 * size)
         assert isinstance(ready, SlicedContext) and len(ready.visible) == 2
-        got = prefill.attend_context(
+        got = prefill_attention.attend_context(
             on[0], on[1], on[2], LayerKV(on[3], on[4]), ready, size, 0.4, True, backend.ops.kernels
         )
     rows = (listed[:used, None] * size + torch.arange(size)).flatten()[:stored]
@@ -208,8 +208,8 @@ def test_asked_for_float32_scores_are_made_in_float32(fused: bool) -> None:
     exact = q.double() @ k.double().transpose(2, 3)
     kernels = AttentionKernels(product=(lambda a, b: a.float() @ b.float()) if fused else None, exact=True)
     errors = []
-    for scores in ((q @ k.transpose(2, 3)).float(), softmax.times(q, k.transpose(2, 3), True, kernels)):
-        share = softmax.weights(scores, scale, seen)
+    for scores in ((q @ k.transpose(2, 3)).float(), attention_softmax.times(q, k.transpose(2, 3), True, kernels)):
+        share = attention_softmax.weights(scores, scale, seen)
         errors.append(
             [float((a.double() - b).abs().max()) for a, b in ((scores, exact), (share, (exact * scale).softmax(-1)))]
         )
@@ -385,8 +385,8 @@ def test_limits_of_the_fused_kernel_are_the_emulators() -> None:
     mask = torch.empty(1, 1, 1 << 16, 1 << 14, dtype=torch.bool, device="lazy")
     with pytest.raises(Refused, match="2\\^31"):
         Kernels(shapes).sdpa(tall, tall[:, :, : 1 << 14], tall[:, :, : 1 << 14], mask)
-    rows = softmax.mask_rows(1 << 21)
-    assert 64 <= rows < softmax.QUERY_TILE and rows * (1 << 21) * softmax.MASK_ITEM < 1 << 31
+    rows = attention_softmax.mask_rows(1 << 21)
+    assert 64 <= rows < attention_softmax.QUERY_TILE and rows * (1 << 21) * attention_softmax.MASK_ITEM < 1 << 31
     card = EmulatedDevice(profile(""))
     make_bridge(card)
     kernels = Kernels(card)
@@ -400,8 +400,8 @@ def test_limits_of_the_fused_kernel_are_the_emulators() -> None:
 
 
 def test_the_ledger_counts_with_the_same_sizes() -> None:
-    assert (HpuSettings.context_slice, softmax.QUERY_TILE) == (estimate.SLICE, estimate.TILE)
-    assert softmax.QUERY_TILE % prefill.CAUSAL_STEP == 0
+    assert (HpuSettings.context_slice, attention_softmax.QUERY_TILE) == (estimate.SLICE, estimate.TILE)
+    assert attention_softmax.QUERY_TILE % prefill_attention.CAUSAL_STEP == 0
 
 
 @pytest.mark.parametrize("name", LINES)

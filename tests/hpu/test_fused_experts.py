@@ -21,7 +21,7 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.fused_experts import ListedExperts, ListedFp8Experts
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.policy import policy
+from trencadis.backends.hpu.shape_policy import policy
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_tensor import QTensor

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.hpu.start.test_container import CHAT, SMALL, TOKENS, run
 from tests.stubs.gaudi_container import PUBLISHED, make
-from trencadis.backends.hpu.bridge import is_out_of_memory
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
+from trencadis.backends.hpu.habana_bridge import is_out_of_memory
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import HeadTensorsOut, OutOfDeviceMemory, TextTensors
 

@@ -19,7 +19,7 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_quantised_linear import PackedWeight4
 from trencadis.backends.hpu.launches.region_compiler import part
-from trencadis.backends.hpu.policy import policy
+from trencadis.backends.hpu.shape_policy import policy
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.memory.estimate import MemoryEstimator

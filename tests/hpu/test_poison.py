@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from trencadis.backends.conformance.harness import Harness, all_buckets
+from trencadis.backends.conformance.launch_harness import Harness, all_buckets
 from trencadis.backends.cpu import make_backend
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.config_reader import load_config

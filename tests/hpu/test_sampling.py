@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu import sampler
-from trencadis.backends.hpu.policy import SERVING
 from trencadis.backends.hpu.sampling_thresholds import find_thresholds, largest_float
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.launches.launch_splitter import head_bucket

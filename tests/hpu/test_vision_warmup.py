@@ -15,7 +15,7 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import COLLECTIVES, VISION_OUTSIDE, settings
 from trencadis.backends.hpu.launches.hpu_program import LaunchContexts
-from trencadis.backends.hpu.policy import policy
+from trencadis.backends.hpu.shape_policy import policy
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig, VisionTensors
 from trencadis.core.errors import StartupError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trencadis.backends.cpu.adapter_products import add_masked_adapters
-from trencadis.backends.cuda.kernels import adapter_kernels
+from trencadis.backends.cpu.lora_adapter_products import add_masked_adapters
+from trencadis.backends.cuda.kernels import lora_shrink_expand
 from trencadis.core.device.launch_tensors import AdapterWeights
 
 
@@ -25,7 +25,7 @@ def test_kernels_compute_what_the_mask_does(
     want = add_masked_adapters(y.clone(), x, w, mask)
     w = AdapterWeights(w.a.to(device), tuple(b.to(device) for b in w.b))
     y = y.to(device)
-    adapter_kernels.add(y, x.to(device), slot.to(device), w)
+    lora_shrink_expand.add(y, x.to(device), slot.to(device), w)
     y = y.cpu()
     scale = want.abs().max().item()
     torch.testing.assert_close(y, want, rtol=0, atol=scale * (1e-5 if dtype == torch.float32 else 2e-2))

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracles.attention_cases import IMAGES, WINDOWS, Case, Prepared, check, moved, packed, prepared
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.backends.cuda.kernels import tiles, vision_attention
+from trencadis.backends.cuda.kernels import tile_sizes, vision_attention
 from trencadis.backends.cuda.kernels.attention_tensors import CudaSegments
 from trencadis.backends.cuda.launches.cuda_inputs import Sizes, arrays
 from trencadis.backends.cuda.ops import CudaOps
@@ -226,9 +226,9 @@ FORCED = {
 }
 
 
-def forced(kernel: str, tile: tiles.Tile, device: torch.device) -> None:
+def forced(kernel: str, tile: tile_sizes.Tile, device: torch.device) -> None:
     """One small launch with ``tile``, whatever the tables say."""
-    tiles.FORCED[kernel] = tile
+    tile_sizes.FORCED[kernel] = tile
     try:
         if kernel in ("attend_prefill", "attend_decode"):
             ready = prepared(CASES[FORCED[kernel]], device)
@@ -238,21 +238,21 @@ def forced(kernel: str, tile: tiles.Tile, device: torch.device) -> None:
         whole = kernel == "attend_images"
         launch.check(launch.run(IMAGES if whole else WINDOWS), images if whole else windows)
     finally:
-        tiles.FORCED.clear()
+        tile_sizes.FORCED.clear()
 
 
 @pytest.mark.parametrize(
     ("kernel", "tile"),
     [
-        ("attend_prefill", tiles.Tile(128, 64, 8, 3)),
-        ("attend_prefill", tiles.Tile(128, 32, 4, 3)),
-        ("attend_decode", tiles.Tile(16, 128, 4, 3)),
-        ("attend_images", tiles.Tile(128, 64, 8, 3)),
-        ("attend_images", tiles.Tile(64, 32, 4, 2)),
+        ("attend_prefill", tile_sizes.Tile(128, 64, 8, 3)),
+        ("attend_prefill", tile_sizes.Tile(128, 32, 4, 3)),
+        ("attend_decode", tile_sizes.Tile(16, 128, 4, 3)),
+        ("attend_images", tile_sizes.Tile(128, 64, 8, 3)),
+        ("attend_images", tile_sizes.Tile(64, 32, 4, 2)),
     ],
     ids=str,
 )
-def test_large_tiles(kernel: str, tile: tiles.Tile, device: torch.device) -> None:
+def test_large_tiles(kernel: str, tile: tile_sizes.Tile, device: torch.device) -> None:
     """Tiles of long launches, on small ones: Q-blocks longer than rows, queries of several images in one tile."""
     forced(kernel, tile, device)
 
@@ -261,9 +261,9 @@ def test_large_tiles(kernel: str, tile: tiles.Tile, device: torch.device) -> Non
 @pytest.mark.parametrize("kernel", FORCED)
 def test_all_tiles(kernel: str, device: torch.device) -> None:
     """Every shape of every table."""
-    shapes = {e.tile[:2] for e in tiles.table(kernel)}
+    shapes = {e.tile[:2] for e in tile_sizes.table(kernel)}
     for m, n in shapes:
-        forced(kernel, tiles.Tile(m, n, 4, 1), device)
+        forced(kernel, tile_sizes.Tile(m, n, 4, 1), device)
     print(f"\n{kernel}: {sorted(shapes)}")
 
 

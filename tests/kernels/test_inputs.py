@@ -13,14 +13,14 @@ import torch
 from tests.oracles.attention_cases import Case, step_inputs
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cuda import runtime_of
-from trencadis.backends.cuda.kernels import attention_tensors, tiles, vision_attention
+from trencadis.backends.cuda.kernels import attention_tensors, tile_sizes, vision_attention
+from trencadis.backends.cuda.launches.attention_work_items import END, STEP
 from trencadis.backends.cuda.launches.cuda_inputs import Sizes
 from trencadis.backends.cuda.launches.input_buffer_bytes import input_bytes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffer, buffer_bytes
-from trencadis.backends.cuda.launches.work_items import END, STEP
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.device_policy import InputSizes
+from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.errors import StartupError
 from trencadis.core.step import HeadInputs, ResetInputs, VisionInputs
 from trencadis.core.vision_config import SlotForm
@@ -138,11 +138,11 @@ KERNELS = {
 def test_tables_answer_every_launch(kernel: str) -> None:
     used = set()
     heads = attention_tensors.HEADS if kernel in ("attend_prefill", "attend_decode") else attention_tensors.VISION_HEADS
-    axes = (tiles.SHARED, (16, 32), heads, attention_tensors.GROUPS, KERNELS[kernel])
+    axes = (tile_sizes.SHARED, (16, 32), heads, attention_tensors.GROUPS, KERNELS[kernel])
     for arch, bits, head, group, length in itertools.product(*axes):
         if group > 1 and kernel in ("attend_windows", "attend_images"):
             continue
-        tile = tiles.find(kernel, arch, bits, head, group, length)
+        tile = tile_sizes.find(kernel, arch, bits, head, group, length)
         used.add((arch, bits, tile))
         assert all(x & (x - 1) == 0 for x in tile[:3]) and tile.m >= 16 and tile.n >= 16
         if kernel in ("attend_prefill", "attend_decode"):
@@ -151,10 +151,10 @@ def test_tables_answer_every_launch(kernel: str) -> None:
             assert vision_attention.WINDOW % tile.m == 0
         else:
             assert vision_attention.WINDOW % tile.n == 0
-    listed = {(e.arch, e.bits, e.tile) for arch in tiles.SHARED for e in tiles.entries(kernel, arch)}
+    listed = {(e.arch, e.bits, e.tile) for arch in tile_sizes.SHARED for e in tile_sizes.entries(kernel, arch)}
     assert used == listed, "an entry is never used"
     with pytest.raises(LookupError, match="no tile for sm_75"):
-        tiles.find(kernel, 75, 16, 64, 1, KERNELS[kernel][0])
+        tile_sizes.find(kernel, 75, 16, 64, 1, KERNELS[kernel][0])
 
 
 def test_limits_are_named() -> None:

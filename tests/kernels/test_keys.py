@@ -35,7 +35,7 @@ from benchmarks.gpu.mixed import Traffic, drive
 from trencadis import LLM
 from trencadis.backends.cuda import ops
 from trencadis.backends.cuda.cuda_runtime import CompileCounter
-from trencadis.backends.cuda.twin import ops as twin_ops
+from trencadis.backends.cuda.cpu_twin import ops as twin_ops
 
 for name in ("draw_with_logprobs", "draw_tokens", "pick_greedy"):
     def launch(*args, launch=getattr(ops.sample, name)):

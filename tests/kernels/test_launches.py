@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.oracles import head_cases as cases
 from trencadis.backends.cuda.kernels import (
     activation,
-    embed,
     gather_scatter,
+    input_embeddings,
     layer_norm,
-    pixel_kernels,
+    pixel_normalisation,
     reset_sampler_state,
     rms_norm,
     sample,
@@ -68,10 +68,10 @@ def small_launches(device: torch.device) -> list[Callable[[], object]]:
         lambda: silu_mul.launch(x, half),
         lambda: activation.launch(x, "gelu", False, out),
         lambda: activation.launch(x, "relu", True, half),
-        lambda: embed.launch(ints, ints, ints, ints, x, x, out),
+        lambda: input_embeddings.launch(ints, ints, ints, ints, x, x, out),
         lambda: gather_scatter.gather(x, index, out),
         lambda: gather_scatter.scatter(out, index, x),
-        lambda: pixel_kernels.launch(pixels, x[0], x[1], wide),
+        lambda: pixel_normalisation.launch(pixels, x[0], x[1], wide),
     ]
 
 

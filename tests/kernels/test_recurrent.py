@@ -13,7 +13,7 @@ from tests.random_recurrent import NAN, DeltaCase, delta_case, exact_rule, exact
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.kernels import delta_rule
 from trencadis.backends.cuda.kernels.attention_tensors import ItemAttn, SingleAttn
-from trencadis.backends.cuda.kernels.recurrent_rows import ItemRows
+from trencadis.backends.cuda.kernels.recurrent_launch_rows import ItemRows
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.device.backend import Attn
 from trencadis.core.device.launch_tensors import RecurrentRows

@@ -14,8 +14,8 @@ from tests.oracles.layers.compiled_layers import SCRIPT, apart, facts, wrong
 from tools.compiled import assembly
 from tools.compiled.table import CARDS, DATA, PAGE, Report, markdown, report_of, rows, stored, update_page, written
 from tools.kernel_resources import faults
-from trencadis.backends.cuda.kernels import tiles
-from trencadis.backends.cuda.kernels.tiles import TileEntry
+from trencadis.backends.cuda.kernels import tile_sizes
+from trencadis.backends.cuda.kernels.tile_sizes import TileEntry
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -144,7 +144,7 @@ ATTENTION = {"items_kernel": "", "windows_kernel": "attend_windows", "images_ker
 
 def test_the_bound_of_shared_memory_holds_what_the_compiler_takes() -> None:
     """It is what every import of the tables checks, so it must not be below what a launch asks for."""
-    assert {arch: card.shared for arch, card in CARDS.items()} == tiles.SHARED
+    assert {arch: card.shared for arch, card in CARDS.items()} == tile_sizes.SHARED
     seen = 0
     for r in stored():
         if r["kernel"] not in ATTENTION or r["error"]:
@@ -152,10 +152,10 @@ def test_the_bound_of_shared_memory_holds_what_the_compiler_takes() -> None:
         codes = "_codes" if r["case"].endswith(("int8", "fp8")) else ""
         head, bits = int(r["case"].split("head ")[1].split()[0]), 32 if "float32" in r["case"] else 16
         m, n = map(int, r["tile"].split("x"))
-        tile = tiles.Tile(m, n, int(r["warps"]), int(r["stages"] or 1))
+        tile = tile_sizes.Tile(m, n, int(r["warps"]), int(r["stages"] or 1))
         kind = "attend_prefill" if {"short", "long"} & {*r["case"].split()} else "attend_decode"
         name = (ATTENTION[r["kernel"]] or kind) + codes
-        bound = tiles.need(name, TileEntry(int(r["arch"]), bits, head, 1, "", tile))
+        bound = tile_sizes.need(name, TileEntry(int(r["arch"]), bits, head, 1, "", tile))
         assert float(r["shared_kib"]) * 1024 <= bound, r
         seen += 1
     assert seen > 900
@@ -178,16 +178,16 @@ def test_registers_leave_the_head_half_of_a_processor() -> None:
 
 def test_a_tile_that_cannot_fit_is_found_at_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer card of the newest architecture has less shared memory than a data centre's of the one before."""
-    lines = [",".join((*tiles.TileEntry._fields[:-1], *tiles.Tile._fields))]
+    lines = [",".join((*tile_sizes.TileEntry._fields[:-1], *tile_sizes.Tile._fields))]
     lines += [f"{arch},16,128,1,any,128,64,8,4" for arch in (100, 120)]
     (tmp_path / "attend_images.csv").write_text("\n".join(lines) + "\n")
-    monkeypatch.setattr(tiles, "FOLDER", tmp_path)
-    caches = tiles.table, tiles.entries
+    monkeypatch.setattr(tile_sizes, "FOLDER", tmp_path)
+    caches = tile_sizes.table, tile_sizes.entries
     try:
         [cached.cache_clear() for cached in caches]
-        tiles.check("attend_images", 100)
+        tile_sizes.check("attend_images", 100)
         with pytest.raises(ImportError, match=r"attend_images\.csv: .* for sm_120, 16 bits, heads of 128 takes \d+"):
-            tiles.check("attend_images", 120)
+            tile_sizes.check("attend_images", 120)
     finally:
         [cached.cache_clear() for cached in caches]
 

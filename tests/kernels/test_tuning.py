@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.kernels import attention_cases as cases
 from tools import tune_kernels
-from trencadis.backends.cuda.kernels import tiles
+from trencadis.backends.cuda.kernels import tile_sizes
 
 
 def test_benchmark_launches_agree_with_torch(device: torch.device) -> None:
@@ -24,15 +24,15 @@ def test_benchmark_launches_agree_with_torch(device: torch.device) -> None:
 
 @pytest.mark.parametrize("kernel", tune_kernels.GRIDS)
 def test_present_tiles_are_among_the_candidates(kernel: str) -> None:
-    for entry in tiles.table(kernel):
+    for entry in tile_sizes.table(kernel):
         if entry.arch >= 80:
             assert entry.tile in set(tune_kernels.candidates(kernel, entry)), entry
 
 
 def test_tables_survive_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {kernel: tiles.table(kernel) for kernel in tune_kernels.GRIDS}
-    text = {kernel: (tiles.FOLDER / f"{kernel}.csv").read_text() for kernel in before}
-    monkeypatch.setattr(tiles, "FOLDER", tmp_path)
+    before = {kernel: tile_sizes.table(kernel) for kernel in tune_kernels.GRIDS}
+    text = {kernel: (tile_sizes.FOLDER / f"{kernel}.csv").read_text() for kernel in before}
+    monkeypatch.setattr(tile_sizes, "FOLDER", tmp_path)
     for kernel, entries in before.items():
         tune_kernels.write(kernel, list(entries))
         assert (tmp_path / f"{kernel}.csv").read_text() == text[kernel]
@@ -40,9 +40,9 @@ def test_tables_survive_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_forced_tile_is_used(device: torch.device) -> None:
     q = torch.empty(1, 1, 64, device=device)
-    found = tiles.pick("attend_decode", q, 1)
-    tiles.FORCED["attend_decode"] = other = tiles.Tile(16, 64, 8, 2)
+    found = tile_sizes.pick("attend_decode", q, 1)
+    tile_sizes.FORCED["attend_decode"] = other = tile_sizes.Tile(16, 64, 8, 2)
     try:
-        assert tiles.pick("attend_decode", q, 1) == other != found
+        assert tile_sizes.pick("attend_decode", q, 1) == other != found
     finally:
-        tiles.FORCED.clear()
+        tile_sizes.FORCED.clear()

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from tests.fakes import ranks as fake_ranks
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor import rank_messages
 from trencadis.core.executor.engine_connection import connect_to_engine
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor
@@ -21,7 +21,7 @@ from trencadis.core.links.authenticated_link import HeartbeatThread, KeyedLink
 from trencadis.core.links.group_key import GroupKey, TlsFiles
 from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.message_link import LinkClosed
-from trencadis.core.links.topology import Topology
+from trencadis.core.links.rank_placement import Topology
 
 FACTORY = "tests.fakes.ranks:make"
 

@@ -17,11 +17,11 @@ from trencadis.backends import cuda
 from trencadis.backends.cuda import visible_devices
 from trencadis.backends.hpu.start import gaudi_detection as hpu_machine
 from trencadis.backends.hpu.start.gaudi_detection import Stack
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import ray_engines
 from trencadis.core.executor.ray_engines import RayEngines
-from trencadis.core.links import topology
+from trencadis.core.links import rank_placement
 from trencadis.llm_engine import _start_engine
 from trencadis.server.processes.start_engines import start_engines
 
@@ -36,7 +36,7 @@ def engine(device: str = "cuda", ranks: int = 2, **more: Any) -> EngineConfig:
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Puts that many cards of both kinds into a machine without Ray; returns the environment of a process there."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(topology, "find_spec", lambda name: None)
+    monkeypatch.setattr(rank_placement, "find_spec", lambda name: None)
     monkeypatch.setattr(hpu_machine, "find_stack", lambda: Stack("1.24.2.31", "2.13.0+cpu", "2.13.0", True))
 
     def made(count: int) -> dict[str, str]:
@@ -53,7 +53,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 @pytest.fixture
 def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Ray that is installed and has no cluster; returns the file that says who has imported it."""
-    monkeypatch.setattr(topology, "find_spec", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setattr(rank_placement, "find_spec", lambda name: SimpleNamespace(name=name))
     seen = tmp_path / "imported"
     text = f"open({str(seen)!r}, 'a').write('imported ')\n__version__ = '2.60.0'\n"
     text += "def init(**options):\n    raise ConnectionError(options['address'])\n"
@@ -68,15 +68,15 @@ def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_cards_that_are_here_are_used_and_else_ray_is_asked(device: str, machine: Machine, ray: Path) -> None:
     environ = machine(2)
     requested = engine(device)
-    assert topology.choose_executor_backend(requested, environ) == (requested, "")
+    assert rank_placement.choose_executor_backend(requested, environ) == (requested, "")
     four = engine(device, 2, pipeline_parallel_size=2)
-    found, line = topology.choose_executor_backend(four, environ)
+    found, line = rank_placement.choose_executor_backend(four, environ)
     assert found == replace(four, distributed_executor_backend="ray")
     assert line.startswith(
         "4 ranks (--tensor-parallel-size times --pipeline-parallel-size) need 4 cards and there are 2"
     )
     assert line.endswith("Ray is asked for them (--distributed-executor-backend mp: only this machine)")
-    assert topology.choose_executor_backend(found, environ) == (found, ""), "once is enough"
+    assert rank_placement.choose_executor_backend(found, environ) == (found, ""), "once is enough"
     assert not ray.exists(), "what decides does not import Ray"
 
 
@@ -84,8 +84,8 @@ def test_cards_that_are_here_are_used_and_else_ray_is_asked(device: str, machine
 def test_a_server_without_cards_joins_the_cluster_that_is_named(device: str, machine: Machine) -> None:
     environ = machine(0)
     one = engine(device, 1)
-    assert topology.choose_executor_backend(one, environ) == (one, ""), "the device says why there is none"
-    found, line = topology.choose_executor_backend(one, {**environ, "RAY_ADDRESS": "10.0.0.1:6379"})
+    assert rank_placement.choose_executor_backend(one, environ) == (one, ""), "the device says why there is none"
+    found, line = rank_placement.choose_executor_backend(one, {**environ, "RAY_ADDRESS": "10.0.0.1:6379"})
     assert found.distributed_executor_backend == "ray"
     assert line.startswith(f"--device {device} needs a card and there ")
 
@@ -100,7 +100,7 @@ def test_a_server_without_cards_joins_the_cluster_that_is_named(device: str, mac
 )  # fmt: skip
 def test_without_ray_one_line_has_both_remedies(device: str, hidden: Any, words: str, machine: Machine) -> None:
     with pytest.raises(StartupError, match=r"^4 ranks \(--tensor-parallel-size\) need 4 cards and ") as raised:
-        topology.choose_executor_backend(engine(device, 4), {**machine(2), **hidden})
+        rank_placement.choose_executor_backend(engine(device, 4), {**machine(2), **hidden})
     said = str(raised.value)
     assert f"and {words}: take fewer" in said and "--nnodes" in said and "pip install 'trencadis[ray]'" in said
     assert "\n" not in said
@@ -117,7 +117,9 @@ def test_without_ray_one_line_has_both_remedies(device: str, hidden: Any, words:
 )  # fmt: skip
 def test_who_has_a_place_keeps_it(flags: dict[str, Any], more: dict[str, str], machine: Machine, ray: Path) -> None:
     requested = engine(ranks=4, **flags) if "device" not in flags else engine(flags["device"], 4)
-    assert topology.choose_executor_backend(requested, {**machine(1), **more, "RAY_ADDRESS": "10.0.0.1:6379"}) == (
+    assert rank_placement.choose_executor_backend(
+        requested, {**machine(1), **more, "RAY_ADDRESS": "10.0.0.1:6379"}
+    ) == (
         requested,
         "",
     )

@@ -17,7 +17,7 @@ import pytest
 
 from tests.fakes.ranks import full_step
 from tests.links.peers import FACTORY, group_at, nothing_stays, start
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rendezvous
 from trencadis.core.executor.engine_connection import HeadlessRanks, make_connect_infos
@@ -25,7 +25,7 @@ from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankFa
 from trencadis.core.executor.nodes_launcher import open_listener
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.executor.rank_launcher import LocalLauncher
-from trencadis.core.links.topology import Topology, topology
+from trencadis.core.links.rank_placement import Topology, topology
 
 KEY = "0123456789abcdefghijklmnopqrstuvwxyz-a-key"
 SOON = 6.0

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import ray_cluster
 from trencadis.core.executor.engine_launcher import make_child_environment
 from trencadis.core.executor.ray_cluster import ClusterAccess, ClusterNode, assign_nodes, connect
-from trencadis.core.links.topology import RAY, Topology, topology
+from trencadis.core.links.rank_placement import RAY, Topology, topology
 
 
 def nodes(*free: int) -> list[ClusterNode]:

@@ -23,11 +23,11 @@ from tests.parallel.test_same_tokens import BASE, answered, same, same_of_many
 from trencadis import LLM
 from trencadis.assets import demo_path
 from trencadis.core import devices
-from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine_builder import launcher_of
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankFailed
-from trencadis.core.links.topology import topology
+from trencadis.core.links.rank_placement import topology
 
 pytestmark = pytest.mark.long
 

@@ -19,8 +19,8 @@ from tests.fakes.text_checkpoint import write_text_checkpoint
 from trencadis.core.errors import StartupError
 from trencadis.ray_serve import build
 from trencadis.ray_serve.application import ROUTING_NOTE, ServedReplica
-from trencadis.ray_serve.policy import DOWNSCALE_SECONDS, KV_USE, WAIT, WaitEstimator, scale
-from trencadis.server.config.config import ServerConfig
+from trencadis.ray_serve.autoscaling_policy import DOWNSCALE_SECONDS, KV_USE, WAIT, WaitEstimator, scale
+from trencadis.server.config.server_config import ServerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -269,10 +269,10 @@ def test_a_public_address_without_a_token_is_refused(tmp_path: Path) -> None:
 
 GROUP = """
 import os, sys, time
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.engine.engine_builder import launcher_of
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor
-from trencadis.core.links.topology import topology
+from trencadis.core.links.rank_placement import topology
 from tests.fakes import ranks
 from tests.fakes.ranks import full_step
 import logging

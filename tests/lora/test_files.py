@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from tests.fakes import checkpoints
 from tests.fakes.adapters import LANGUAGE, QWEN_TOWER, adapter_of, load_base, matrices, train_with_peft, write_adapter
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.lora.adapter_files import read_adapter, resolve_folder
 from trencadis.core.lora.adapter_store import load_matrices
 from trencadis.core.quant.writing.merge_adapter import merge_adapter
 from trencadis.server.cli import main
-from trencadis.server.config.hub import find_adapter_folder
+from trencadis.server.config.model_download import find_adapter_folder
 from trencadis.server.prompts.adapter_registry import AdapterRegistry, NamedAdapter, parse_modules
 
 

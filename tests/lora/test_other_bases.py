@@ -17,7 +17,7 @@ from tests.lora.test_same_tokens import BASE, Merged, prompts, request_of
 from trencadis import LLM, BeamSearchParams, EngineArgs, LLMEngine, LoRARequest, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.family import MLPS
-from trencadis.core.checkpoint.registry import family_of
+from trencadis.core.checkpoint.model_registry import family_of
 from trencadis.core.errors import StartupError
 from trencadis.core.lora.adapter_files import read_adapter
 from trencadis.core.lora.adapter_store import load_matrices
@@ -57,9 +57,9 @@ def dequantised(coded: Path, checkpoint: Path, out: Path) -> Path:
 
     from safetensors.torch import load_file, save_file
 
-    from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
-    from trencadis.core.checkpoint.registry import family_of
-    from trencadis.core.checkpoint.weight_loader import open_weights
+    from trencadis.core.checkpoint.checkpoint_weight_source import CheckpointSource
+    from trencadis.core.checkpoint.model_registry import family_of
+    from trencadis.core.checkpoint.weight_file_reader import open_weights
     from trencadis.core.device.backend import BackendConfig, load
 
     shutil.copytree(checkpoint, out)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fakes import checkpoints
 from tests.fakes.adapters import adapter_of
-from trencadis.backends.cpu.adapter_products import add_masked_adapters, group_rows
+from trencadis.backends.cpu.lora_adapter_products import add_masked_adapters, group_rows
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.hpu.backend import HpuBackend
@@ -23,7 +23,7 @@ from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.joined_adapters import JoinedAdapterOps, JoinedSlots
-from trencadis.backends.hpu.policy import policy as hpu_policy
+from trencadis.backends.hpu.shape_policy import policy as hpu_policy
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import LORA, Stage
 from trencadis.core.checkpoint.config_reader import load_config

@@ -20,7 +20,7 @@ from trencadis import LLM, SamplingParams
 from trencadis.core.buckets import LORA, Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.family import TOWER as TOWER_PART
-from trencadis.core.checkpoint.registry import family_of, image_processor
+from trencadis.core.checkpoint.model_registry import family_of, image_processor
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.host_inputs import add_image_adapters
 from trencadis.core.lora.adapter_files import check_tower, read_adapter

@@ -16,12 +16,12 @@ from trencadis.backends.cuda.launches.input_buffers import buffer_bytes
 from trencadis.backends.hpu.launches import hpu_inputs as hpu
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs
-from trencadis.core.masks.grammar_matcher import GrammarMatcher
-from trencadis.core.masks.manager import ChoiceMasks, MatcherManager
-from trencadis.core.masks.matchers import BadWords, ThinkingMatcher
 from trencadis.core.request import SamplingParams
 from trencadis.core.step import Opening, Sample
 from trencadis.core.structured_outputs import Repetition, Rule, ThinkingBudget, repeats
+from trencadis.core.token_masks.grammar_matcher import GrammarMatcher
+from trencadis.core.token_masks.matcher_manager import ChoiceMasks, MatcherManager
+from trencadis.core.token_masks.token_rule_matchers import BadWords, ThinkingMatcher
 
 VOCAB = len(TOKENS)
 SIZES = cuda.Sizes(block_size=16, row_blocks=2, vocab=VOCAB)

@@ -16,14 +16,14 @@ import pytest
 from tests.oracles.happens_before import races
 from tests.traffic.rule_oracle import RuleOracle
 from tests.traffic.ruled_requests import GRAMMARS, RuledTraffic, ruled_answers, vocabulary
-from trencadis.backends.cuda.twin.twin_runtime import TwinCall
-from trencadis.core.config import EngineConfig
+from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinCall
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor.uniproc_executor import SubmittedWork
-from trencadis.core.masks import grammar_matcher
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.structured_outputs import Repetition, Rule
+from trencadis.core.token_masks import grammar_matcher
 
 LENGTH = 64
 FLAGS: dict[str, Any] = {

@@ -16,10 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from tools.pages import gen_metrics
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.process.engine_messages import BucketUse, EngineStats, GraphCounters
-from trencadis.core.startup_progress import Warming
-from trencadis.server.metrics.collectors import DeprecatedCollector
+from trencadis.core.startup_progress_and_warmup_pacing import Warming
+from trencadis.server.metrics.process_and_tenant_collectors import DeprecatedCollector
 from trencadis.server.metrics.prometheus import PrometheusMetrics
 from trencadis.server.metrics.tracing import TraceQueue
 

@@ -19,11 +19,11 @@ from tests.models.test_shards import Group, ThreadComm
 from tests.traffic.launch_lines import model_of
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.reference_ops import PlainWeight, ReferenceOps
-from trencadis.backends.cuda.policy import ALIGNED, SERVING
+from trencadis.backends.cuda.shape_policy import ALIGNED, SERVING
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.weight_source import StackedPart, stack
+from trencadis.core.checkpoint.weight_source_interface import StackedPart, stack
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.memory.estimate import MemoryEstimator

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from trencadis.backends.cpu import make_backend
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.weight_loader import open_weights
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.weight_file_reader import open_weights
 from trencadis.core.device.backend import BackendConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.weight_files import files_of

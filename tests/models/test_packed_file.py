@@ -22,9 +22,9 @@ from trencadis.backends.cpu.native.weight_packing import CachedPages
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.checkpoint import weight_prefetch
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.device.packed_weights_file import FORMAT, PackedFile, packed_file
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.model_loader import load_model
 

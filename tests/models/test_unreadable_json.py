@@ -12,8 +12,8 @@ import pytest
 
 from trencadis.assets import demo_path
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.weight_loader import read_file
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.weight_file_reader import read_file
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 from trencadis.multimodal.qwen2_vl.smart_resize import image_needs

@@ -46,11 +46,11 @@ RUN_TESTS = """
 import sys
 from pathlib import Path
 import pytest
-from trencadis.backends.cpu.native import library
-load, own = library.open_library, Path(library.__file__).parent
-library.open_library = lambda folder: load(Path(sys.argv[1]) if folder == own else folder)
-library.load_library.cache_clear()
-assert library.load_library().library is not None, library.load_library().why
+from trencadis.backends.cpu.native import kernel_library
+load, own = kernel_library.open_library, Path(kernel_library.__file__).parent
+kernel_library.open_library = lambda folder: load(Path(sys.argv[1]) if folder == own else folder)
+kernel_library.load_library.cache_clear()
+assert kernel_library.load_library().library is not None, kernel_library.load_library().why
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--durations=3", *sys.argv[2:]]))
 """
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests import kernel_kinds
-from trencadis.backends.cpu.native import bounds_checks, row_kernels
-from trencadis.backends.cpu.native.row_kernels import StoredKeys, rotate
+from trencadis.backends.cpu.native import attention_and_row_kernels, bounds_checks
+from trencadis.backends.cpu.native.attention_and_row_kernels import StoredKeys, rotate
 from trencadis.core.device.backend import LayerKV
 
 pytestmark = pytest.mark.skipif(not kernel_kinds.OWN, reason="own kernels are not built here")
@@ -47,18 +47,18 @@ def test_block_tables_and_rows_without_keys() -> None:
     both, first, length = (np.array(values, np.int32) for values in ([0, 1], [0, 5], [17, 5]))
     out = torch.full((2, 1, 32), float("nan"))
     with pytest.raises(IndexError, match="blocks of row 0: 2 to 3"):
-        row_kernels.attend_decode(
+        attention_and_row_kernels.attend_decode(
             q,
             kv,
-            row_kernels.SingleTokenRows(both, both, first, length, torch.tensor([[2, 3], [0, 9]]).int()),
+            attention_and_row_kernels.SingleTokenRows(both, both, first, length, torch.tensor([[2, 3], [0, 9]]).int()),
             1.0,
             out,
             table,
         )
-    row_kernels.attend_decode(
+    attention_and_row_kernels.attend_decode(
         q,
         kv,
-        row_kernels.SingleTokenRows(both, both, first, length, torch.tensor([[2, 1], [9, 9]]).int()),
+        attention_and_row_kernels.SingleTokenRows(both, both, first, length, torch.tensor([[2, 1], [9, 9]]).int()),
         1.0,
         out,
         table,
@@ -71,4 +71,6 @@ def test_spans() -> None:
     out = torch.zeros_like(q)
     for queries, keys in ((slice(0, 5), slice(0, 4)), (slice(0, 4), slice(1, 5)), (slice(0, 4), torch.tensor([0, 4]))):
         with pytest.raises(IndexError, match="of a span"):
-            row_kernels.attend_spans(q, q, q, [row_kernels.Span(queries, keys, whole=True)], 1.0, out, table)
+            attention_and_row_kernels.attend_spans(
+                q, q, q, [attention_and_row_kernels.Span(queries, keys, whole=True)], 1.0, out, table
+            )

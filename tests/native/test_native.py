@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from trencadis.backends.cpu.native import kernel_table, library
+from trencadis.backends.cpu.native import kernel_library, kernel_table
 from trencadis.backends.cpu.native.kernel_table import VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILT = library.load_library().library is not None
+BUILT = kernel_library.load_library().library is not None
 COMPILERS = [name for name in ("gcc", "clang", "cc") if shutil.which(name)][:2]
 COMPILER = COMPILERS[0] if COMPILERS else None
 
@@ -38,29 +38,29 @@ exec COMPILER "$@" -O0
 ASKS = """
 import ctypes, sys
 from pathlib import Path
-from trencadis.backends.cpu.native import library
-have = library.open_library(Path(sys.argv[1]))
+from trencadis.backends.cpu.native import kernel_library
+have = kernel_library.open_library(Path(sys.argv[1]))
 print(*have.left_out, *sorted(have.features), have.why)
 """
 
 
 @pytest.mark.skipif(not BUILT, reason="own kernels are not built here")
 def test_what_a_compiler_refused_is_named_where_kernels_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    have = library.load_library()._replace(left_out=("panels_avx_vnni.c",))
-    monkeypatch.setattr(library, "load_library", lambda: have)
+    have = kernel_library.load_library()._replace(left_out=("panels_avx_vnni.c",))
+    monkeypatch.setattr(kernel_library, "load_library", lambda: have)
     monkeypatch.delenv(VARIABLE, raising=False)
     kernel_table._chosen.cache_clear()
     said = "kernels are left out, since the C compiler refused panels_avx_vnni.c"
-    assert library.report_left_out() == said and said in kernel_table.line()
+    assert kernel_library.report_left_out() == said and said in kernel_table.line()
     kernel_table._chosen.cache_clear()
 
 
 @pytest.mark.skipif(not BUILT, reason="own kernels are not built here")
 def test_a_library_with_another_structure_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Path(library.__file__).parent
-    assert library.open_library(folder).library is not None
-    monkeypatch.setattr(library, "find_difference", lambda made: "DenseLayout")
-    assert "has another DenseLayout than this Python" in library.open_library(folder).why
+    folder = Path(kernel_library.__file__).parent
+    assert kernel_library.open_library(folder).library is not None
+    monkeypatch.setattr(kernel_library, "find_difference", lambda made: "DenseLayout")
+    assert "has another DenseLayout than this Python" in kernel_library.open_library(folder).why
 
 
 def build_refusing(refused: str, compiler: str, home: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
@@ -91,8 +91,8 @@ def test_a_compiler_that_refuses_one_file_leaves_the_other_kernels_in(
     said = subprocess.run(
         [sys.executable, "-c", ASKS, str(folder)], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
-    features = {name for name, sources in library.NEEDS.items() if refused in sources}
-    assert said[0] == f"{refused}.c" and set(said[1:]) == library.load_library().features - features
+    features = {name for name, sources in kernel_library.NEEDS.items() if refused in sources}
+    assert said[0] == f"{refused}.c" and set(said[1:]) == kernel_library.load_library().features - features
 
 
 @pytest.mark.long
@@ -101,7 +101,7 @@ def test_without_a_file_that_all_kernels_need_there_is_no_library(tmp_path: Path
     """The installation goes on, and says that torch's kernels serve."""
     built, folder = build_refusing("thread_pool", str(COMPILER), tmp_path)
     assert built.returncode == 0 and "thread_pool" in built.stderr, built.stderr
-    assert library.open_library(folder).why.startswith("they are not built")
+    assert kernel_library.open_library(folder).why.startswith("they are not built")
 
 
 @pytest.mark.long

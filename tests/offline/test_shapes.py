@@ -18,7 +18,7 @@ from trencadis.core.errors import BadRequest
 from trencadis.core.request import UNSUPPORTED
 from trencadis.engine_args import build_offline_setup
 from trencadis.prompt_inputs import LoRARequest
-from trencadis.unsupported import UNSUPPORTED_CLASSES, UNSUPPORTED_METHODS, UnsupportedFeature
+from trencadis.unsupported_vllm_names import UNSUPPORTED_CLASSES, UNSUPPORTED_METHODS, UnsupportedFeature
 
 MODEL = str(demo_path())
 SMALL: dict[str, Any] = {

@@ -9,8 +9,8 @@ import pytest
 
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
-from trencadis.backends.cpu import policy as cpu_policy
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.cpu import shape_policy as cpu_policy
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.buckets import Stage, wide_ids
 from trencadis.core.errors import BadRequest
 from trencadis.core.launches.launch_splitter import list_wide_variants, plan_wide_variants, wide_bucket

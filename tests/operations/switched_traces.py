@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
 
-from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.routes.app_state import AppState
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trencadis.core import host_memory
-from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.routes.app_state import HttpSettings
 from trencadis.server.tenants.admission import AnswerBudget
 

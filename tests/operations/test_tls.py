@@ -17,9 +17,9 @@ from tests.fakes.scripted_app import ScriptedApp
 from tests.operations.conftest import JsonLog
 from tests.traffic.live_app import live
 from trencadis.core.errors import StartupError
-from trencadis.server.config import argv
-from trencadis.server.config.config import ServerConfig
+from trencadis.server.config import command_line_parser
 from trencadis.server.config.resolve_settings import resolve_settings
+from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.http import listener, uvicorn_server
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
@@ -139,7 +139,7 @@ def test_wrong_files_are_one_line(folder: Path, tmp_path: Path) -> None:
             listener.Certificates(ServerConfig(**fields))  # type: ignore[arg-type]
         assert why in str(found.value) and "\n" not in str(found.value)
     with pytest.raises(StartupError, match="needs --ssl-certfile"):
-        resolve_settings(argv.parse(["--ssl-cert-reqs", "2"]), {})
+        resolve_settings(command_line_parser.parse(["--ssl-cert-reqs", "2"]), {})
 
 
 def test_a_change_is_read_once_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_only_trusted_proxies_name_the_client(harness: ScriptedApp, json_log: Js
         with live(harness, forwarded_allow_ips=trusted, disable_uvicorn_access_log=False) as url:
             assert httpx.get(url + "/health", headers=sent, trust_env=False).status_code == 200
         assert json_log.of("access")[-1]["client"].startswith(client)
-    read = resolve_settings(argv.parse([]), {"FORWARDED_ALLOW_IPS": "10.0.0.1,10.1.0.0/16"}).server
+    read = resolve_settings(command_line_parser.parse([]), {"FORWARDED_ALLOW_IPS": "10.0.0.1,10.1.0.0/16"}).server
     assert uvicorn_server.make_server(read, harness.app(), 1).config.forwarded_allow_ips == "10.0.0.1,10.1.0.0/16"
 
 

@@ -19,7 +19,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.request import RequestStats, SamplingParams
 from trencadis.server.engine.engine_client import RequestTiming
 from trencadis.server.metrics import tracing
-from trencadis.server.metrics.collectors import TraceCollector
+from trencadis.server.metrics.process_and_tenant_collectors import TraceCollector
 from trencadis.server.metrics.request_record import RequestRecord
 from trencadis.server.metrics.tracing import Trace, TraceQueue, summarise_request
 from trencadis.server.metrics.tracing import make_trace as made_of

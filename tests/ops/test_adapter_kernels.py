@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tests import kernel_kinds
-from trencadis.backends.cpu.adapter_products import group_rows
-from trencadis.backends.cpu.native import adapters
-from trencadis.backends.cpu.native.adapters import SlotAdapters
+from trencadis.backends.cpu.lora_adapter_products import group_rows
+from trencadis.backends.cpu.native import lora_adapter_kernels
 from trencadis.backends.cpu.native.kernel_table import TORCH
+from trencadis.backends.cpu.native.lora_adapter_kernels import SlotAdapters
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.core.device.backend import AdapterWeights
 
@@ -27,7 +27,7 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 
 def filled(kind: str, inputs: int, dtype: torch.dtype) -> tuple[SlotAdapters, AdapterWeights]:
     """The same adapters in both layouts; a slot and a part have a smaller rank, and one part is missing."""
-    made = adapters.allocate(SLOTS, RANK, inputs, WIDTHS, dtype, kernel_kinds.table(kind))
+    made = lora_adapter_kernels.allocate(SLOTS, RANK, inputs, WIDTHS, dtype, kernel_kinds.table(kind))
     assert made is not None and made.nbytes == made.a.nbytes + made.b.nbytes
     a = torch.zeros((SLOTS, len(WIDTHS), RANK, inputs), dtype=dtype)
     b = tuple(torch.zeros((SLOTS, RANK, width), dtype=dtype) for width in WIDTHS)
@@ -70,14 +70,14 @@ def test_sums_equal_float64_and_bits_depend_on_the_row_alone(kind: str, dtype: t
     for count in (1, 2, 3, 8):
         with kernel_kinds.threads(count), kernel_kinds.served("adapters", table):
             found.append(y.clone())
-            adapters.add(found[-1], x, w, pieces)
+            lora_adapter_kernels.add(found[-1], x, w, pieces)
         assert torch.equal(found[0], found[-1]), count
     bar = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     torch.testing.assert_close(found[0].double(), wanted(y, x, plain, RUNS), rtol=bar, atol=bar)
     for row, slot in enumerate(RUNS):
         alone = y[row : row + 1].clone()
         if slot:
-            adapters.add(alone, x[row : row + 1], w, adapters.cut_runs([(0, 1, slot)]))
+            lora_adapter_kernels.add(alone, x[row : row + 1], w, lora_adapter_kernels.cut_runs([(0, 1, slot)]))
         assert torch.equal(alone[0], found[0][row]), row
 
 
@@ -87,7 +87,7 @@ def test_no_number_reaches_another_row(kind: str) -> None:
     ids, x, y = [1, 1, 1, 1, 0, 2], random((6, 40), torch.float32, 1), random((6, sum(WIDTHS)), torch.float32, 2)
     want = wanted(y, x, plain, ids)
     x[2], x[4] = float("nan"), float("nan")
-    adapters.add(y, x, w, adapters.cut_runs([(0, 4, 1), (5, 6, 2)]))
+    lora_adapter_kernels.add(y, x, w, lora_adapter_kernels.cut_runs([(0, 4, 1), (5, 6, 2)]))
     real = [0, 1, 3, 4, 5]
     assert y[2].isnan().all()
     torch.testing.assert_close(y[real].double(), want[real], rtol=1e-5, atol=1e-5)

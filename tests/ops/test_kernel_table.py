@@ -11,7 +11,7 @@ from torch import Tensor
 from tests import kernel_kinds
 from trencadis.backends.cpu import ops
 from trencadis.backends.cpu.batch_invariant import FIXED_ROWS, PROBES, InvariantOps
-from trencadis.backends.cpu.native import kernel_table, library, weight_packing
+from trencadis.backends.cpu.native import kernel_library, kernel_table, weight_packing
 from trencadis.backends.cpu.native.kernel_table import (
     ANY,
     BFLOAT16,
@@ -81,8 +81,8 @@ def test_the_variable_chooses_for_all_types(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_numbers_are_those_of_the_header() -> None:
-    if library.load_library().library is None:
-        pytest.skip(library.load_library().why)
+    if kernel_library.load_library().library is None:
+        pytest.skip(kernel_library.load_library().why)
     for kind in kernel_kinds.OWN:
         logits, table = torch.randn(2, 50), kernel_kinds.table(kind)
         made = CpuOps()

@@ -18,7 +18,7 @@ from trencadis.backends.cpu import backend as cpu_backend
 from trencadis.backends.cpu import measured_kernel_choice as kernel_choice
 from trencadis.backends.cpu.backend import CpuBackend
 from trencadis.backends.cpu.measured_kernel_choice import KernelChoice
-from trencadis.backends.cpu.native import library
+from trencadis.backends.cpu.native import kernel_library
 from trencadis.backends.cpu.native.kernel_table import (
     ANY,
     BFLOAT16,
@@ -33,9 +33,9 @@ from trencadis.backends.cpu.native.kernel_table import (
     with_choice,
 )  # fmt: skip
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig, Segments
 from trencadis.core.engine.engine_builder import trial_folder
+from trencadis.core.engine_config import EngineConfig
 
 ZEN4 = {"avx2", "avx512", "avx512_vnni", "avx512_bf16"}
 BUILT_IN = table_of("avx512_vnni", ZEN4)
@@ -94,7 +94,7 @@ def test_another_version_of_the_kernels_is_measured_anew(
     measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     choose(tmp_path)
-    monkeypatch.setattr(library, "VERSION", "of tomorrow")
+    monkeypatch.setattr(kernel_library, "VERSION", "of tomorrow")
     with caplog.at_level(logging.WARNING, "trencadis.engine"):
         assert choose(tmp_path) == with_choice(BUILT_IN, BFLOAT16, *OTHER)
     assert len(measured) == 2 and len(list(tmp_path.glob("*.json"))) == 2 and not caplog.records

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trencadis.backends.cpu import ops
-from trencadis.backends.cpu.native.dense import PASS, SIZES, pieces
+from trencadis.backends.cpu.native.dense_linear import PASS, SIZES, pieces
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight, is_packable
-from trencadis.backends.cpu.policy import INVARIANT_ROWS
+from trencadis.backends.cpu.shape_policy import INVARIANT_ROWS
 from trencadis.core.device.communicators import SingleRank
-from trencadis.core.models.mlp import GatedMLP, PlainMLP
+from trencadis.core.models.mlp_and_norms import GatedMLP, PlainMLP
 
 
 @given(st.integers(1, 100_000))

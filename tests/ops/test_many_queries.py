@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests import kernel_kinds
 from trencadis.backends.cpu.attention_plan import CpuAttn
-from trencadis.backends.cpu.native import row_kernels
+from trencadis.backends.cpu.native import attention_and_row_kernels
 from trencadis.backends.cpu.native.kernel_table import EMULATED, TORCH, Op
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
@@ -234,14 +234,16 @@ def test_an_image_has_the_bits_that_it_has_alone(ops: CpuOps) -> None:
 
 def test_what_the_kernel_does_not_know_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     avx2, q = kernel_kinds.table("avx2"), torch.zeros(2, 2, 64)
-    assert row_kernels.can_attend(q, avx2) and not row_kernels.can_attend(q, kernel_kinds.table(TORCH))
-    assert not row_kernels.can_attend(q.double(), avx2) and not row_kernels.can_attend(
-        torch.zeros(2, 2, 2 * row_kernels.WIDEST), avx2
+    assert attention_and_row_kernels.can_attend(q, avx2) and not attention_and_row_kernels.can_attend(
+        q, kernel_kinds.table(TORCH)
+    )
+    assert not attention_and_row_kernels.can_attend(q.double(), avx2) and not attention_and_row_kernels.can_attend(
+        torch.zeros(2, 2, 2 * attention_and_row_kernels.WIDEST), avx2
     )
     amx = kernel_kinds.table(EMULATED)
-    assert row_kernels.can_attend(q, amx) and not row_kernels.can_attend(q.bfloat16(), amx)
+    assert attention_and_row_kernels.can_attend(q, amx) and not attention_and_row_kernels.can_attend(q.bfloat16(), amx)
     requested = list[int]()
-    monkeypatch.setattr(row_kernels, "attend_spans", lambda *a, **k: requested.append(1))
+    monkeypatch.setattr(attention_and_row_kernels, "attend_spans", lambda *a, **k: requested.append(1))
     made, torches = prompts(CASES[3], torch.float32), CpuOps()
     torches.table = kernel_kinds.table(TORCH)
     assert off(made.run(torches), made.exact(made.kv)) <= step(torch.float32)

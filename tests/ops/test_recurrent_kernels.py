@@ -9,7 +9,7 @@ import torch
 
 from tests import kernel_kinds
 from tests.random_recurrent import NAN, delta_case, exact_rule, exact_scan, off, rows_of, seeded
-from trencadis.backends.cpu.native import recurrent
+from trencadis.backends.cpu.native import recurrent_kernels
 from trencadis.backends.cpu.native.kernel_table import TORCH
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.device.backend import Attn
@@ -32,7 +32,7 @@ def test_delta_rule_equals_float64(kind: str, dtype: torch.dtype, plain: bool) -
         before = case.state.clone()
         rows, attn = rows_of(counts, begins=begins, padding=5, padding_rows=2)
         with kernel_kinds.served("delta_rule", table):
-            found = recurrent.delta_rule(*case, rows, attn, table, plain)
+            found = recurrent_kernels.delta_rule(*case, rows, attn, table, plain)
         assert found is not None and found.dtype == dtype and not found[-5:].any()
         start = 0
         for row, count in enumerate(counts):
@@ -49,7 +49,7 @@ def test_delta_rule_equals_float64(kind: str, dtype: torch.dtype, plain: bool) -
 def test_nearly_equal_keys_stay_near_float64(kind: str, alike: float) -> None:
     case = delta_case(400, heads=(1, 2), alike=alike)
     wanted, state = exact_rule(case, case.state[1])
-    found = recurrent.delta_rule(*case, *rows_of([400]), kernel_kinds.table(kind))
+    found = recurrent_kernels.delta_rule(*case, *rows_of([400]), kernel_kinds.table(kind))
     assert found is not None and off(found, wanted) < 1e-5 and off(case.state[1], state) < 1e-5
 
 
@@ -61,7 +61,7 @@ def test_bits_depend_neither_on_threads_nor_on_other_rows_nor_on_cuts(kind: str,
     for count in (1, 2, 3, 8):
         with kernel_kinds.threads(count):
             own = case.copied()
-            out = recurrent.delta_rule(*own, *rows_of(counts, begins=[4]), table)
+            out = recurrent_kernels.delta_rule(*own, *rows_of(counts, begins=[4]), table)
             assert out is not None
             made.append((out, own.state))
     assert all(torch.equal(out, made[0][0]) and torch.equal(state, made[0][1]) for out, state in made)
@@ -70,7 +70,7 @@ def test_bits_depend_neither_on_threads_nor_on_other_rows_nor_on_cuts(kind: str,
         for at in range(0, count, 64):
             part = slice(start + at, start + min(at + 64, count))
             begins = [0] if row == 4 and not at else []
-            out = recurrent.delta_rule(
+            out = recurrent_kernels.delta_rule(
                 *alone.tokens(part), *rows_of([part.stop - part.start], [row + 1], begins), table
             )
             assert out is not None and torch.equal(out, made[0][0][part]), (row, at)
@@ -94,26 +94,26 @@ def test_convolution_equals_the_reference(kind: str, dtype: torch.dtype) -> None
             own, others = state.clone(), state.clone()
             rows, attn = rows_of(counts, begins=begins, sources=sources, padding=4, padding_rows=1)
             with kernel_kinds.served("convolution", table):
-                found = recurrent.causal_conv(x, weight, bias, own, rows, attn, activation, table)
+                found = recurrent_kernels.causal_conv(x, weight, bias, own, rows, attn, activation, table)
             wanted = ReferenceOps().causal_conv(x, weight, bias, others, rows, attn, activation)
             assert found is not None and off(found, wanted) < BOUND[dtype], (channels, taps)
             assert torch.equal(own[1:], others[1:]) and not found[-4:].any()
             with kernel_kinds.threads(8):
-                again = recurrent.causal_conv(x, weight, bias, state.clone(), rows, attn, activation, table)
+                again = recurrent_kernels.causal_conv(x, weight, bias, state.clone(), rows, attn, activation, table)
             assert again is not None and torch.equal(again, found)
 
 
 def test_what_the_library_does_not_compute_torch_does() -> None:
     rows, table = rows_of([4]), kernel_kinds.table(TORCH)
     x, weight, state = torch.randn(4, 6), torch.randn(6, 4), torch.randn(2, 3, 6)
-    assert recurrent.causal_conv(x, weight, None, state, *rows, "silu", table) is None
-    assert recurrent.delta_rule(*delta_case(4), *rows, table) is None
+    assert recurrent_kernels.causal_conv(x, weight, None, state, *rows, "silu", table) is None
+    assert recurrent_kernels.delta_rule(*delta_case(4), *rows, table) is None
     for kind in kernel_kinds.OWN:
         table = kernel_kinds.table(kind)
-        assert recurrent.delta_rule(*delta_case(4, size=24), *rows, table) is None
-        assert recurrent.causal_conv(x, weight, None, state, *rows, "relu", table) is None
-        assert recurrent.causal_conv(x, torch.randn(6, 9), None, torch.randn(2, 8, 6), *rows, "", table) is None
-        assert recurrent.causal_conv(x, weight, None, state.bfloat16(), *rows, "", table) is None
+        assert recurrent_kernels.delta_rule(*delta_case(4, size=24), *rows, table) is None
+        assert recurrent_kernels.causal_conv(x, weight, None, state, *rows, "relu", table) is None
+        assert recurrent_kernels.causal_conv(x, torch.randn(6, 9), None, torch.randn(2, 8, 6), *rows, "", table) is None
+        assert recurrent_kernels.causal_conv(x, weight, None, state.bfloat16(), *rows, "", table) is None
 
 
 class NetCase(NamedTuple):
@@ -175,7 +175,7 @@ def test_a_layer_in_one_call_equals_its_ops(kind: str, dtype: torch.dtype) -> No
         case = net_case(sum(counts), heads, size, dtype)
         case.held.conv[[0, 3, 5]], case.held.state[[0, 3, 5]] = NAN, NAN  # type: ignore[index]
         other, (rows, attn) = case.copied(), rows_of(counts, begins=begins)
-        found = recurrent.delta_net(*case, rows, attn, table)
+        found = recurrent_kernels.delta_net(*case, rows, attn, table)
         wanted = other.computed_apart(rows, attn)
         assert found is not None and found.dtype == dtype
         assert off(found, wanted) < (2e-5 if dtype == torch.float32 else 2e-2)
@@ -192,12 +192,12 @@ def test_a_layer_in_one_call_has_the_same_bits_in_other_launches(kind: str, dtyp
     for count in (1, 2, 3):
         with kernel_kinds.threads(count):
             own = case.copied()
-            out = recurrent.delta_net(*own, *rows_of([129, 40], begins=[0, 1]), table)
+            out = recurrent_kernels.delta_net(*own, *rows_of([129, 40], begins=[0, 1]), table)
             assert out is not None
             found.append((out[:129], own.held))
     parts, own = [], case.copied()
     for start, stop in ((0, 64), (64, 128), (128, 129)):
-        out = recurrent.delta_net(
+        out = recurrent_kernels.delta_net(
             *own.tokens(slice(start, stop)), *rows_of([stop - start], begins=() if start else [0]), table
         )
         assert out is not None
@@ -213,8 +213,8 @@ def test_a_layer_in_one_call_has_the_same_bits_in_other_launches(kind: str, dtyp
 def test_padding_and_half_precision_are_left_to_separate_ops() -> None:
     table = kernel_kinds.table(kernel_kinds.OWN[0])
     case = net_case(5, (1, 2), 16, torch.float32)
-    assert recurrent.delta_net(*case, *rows_of([4], padding=1), table) is None
+    assert recurrent_kernels.delta_net(*case, *rows_of([4], padding=1), table) is None
     half = net_case(5, (1, 2), 16, torch.float16)
     before = half.copied()
-    assert recurrent.delta_net(*half, *rows_of([5]), table) is None
+    assert recurrent_kernels.delta_net(*half, *rows_of([5]), table) is None
     assert torch.equal(half.held.conv, before.held.conv)

@@ -11,7 +11,7 @@ import torch
 from trencadis.backends.cpu import make_backend, ops
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.backends.cuda.twin.twin_recording import TwinRecording
+from trencadis.backends.cuda.cpu_twin.twin_recording import TwinRecording
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig, HeadTensors, SamplerState
 from trencadis.core.step import HeadInputs, ResetInputs

@@ -22,7 +22,13 @@ from tests.kernel_kinds import threads
 from tests.quant.test_native import SCHEMES, weight
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.batch_invariant import InvariantOps
-from trencadis.backends.cpu.native import dense, kernel_table, library, panels, weight_packing
+from trencadis.backends.cpu.native import (
+    dense_linear,
+    kernel_library,
+    kernel_table,
+    quantised_weight_panels,
+    weight_packing,
+)
 from trencadis.backends.cpu.native.kernel_table import BFLOAT16, EMULATED, KINDS, VARIABLE, Op, table_of
 from trencadis.backends.cpu.native.weight_packing import CachedPages
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
@@ -67,8 +73,8 @@ def test_codes_have_the_bits_of_vnni(scheme: Scheme, tiled: str, monkeypatch: py
         for rows, team in zip(ROWS, (1, 3) * len(ROWS), strict=False):
             x = random(rows, shape[1], seed=rows).to(dtype)
             with threads(team), kernel_kinds.served("quantised_linear", CpuOps().table):
-                y = panels.product(x, packed[0])
-            assert torch.equal(y, panels.product(x, packed[1])), (shape, rows)
+                y = quantised_weight_panels.product(x, packed[0])
+            assert torch.equal(y, quantised_weight_panels.product(x, packed[1])), (shape, rows)
 
 
 @pytest.mark.skipif(not VNNI, reason="no kernels with VNNI run here")
@@ -76,7 +82,7 @@ def test_a_long_group_of_many_rows_has_the_bits_of_vnni(tiled: str, monkeypatch:
     """A group of more steps than a span has, scales of groups and zero points, and a call's most rows."""
     for scheme in (Scheme(4, group=1100, symmetric=False), Scheme(8, group=1100), Scheme(8)):
         q, found = weight((70, 1990), scheme, torch.float32), []
-        x = random(panels.ROWS + 3, 1990, seed=5)
+        x = random(quantised_weight_panels.ROWS + 3, 1990, seed=5)
         for kind in (tiled, VNNI):
             monkeypatch.setenv(VARIABLE, kind)
             found.append(CpuOps().linear(x, CpuOps().pack_quantised(q)))
@@ -138,7 +144,7 @@ def test_denormal_numbers_count_as_zeros(tiled: str) -> None:
 
 
 def test_a_row_has_the_same_bits_alone_in_company_and_on_any_threads(tiled: str) -> None:
-    w, x = random(200, 330).bfloat16(), random(dense.TILE_ROWS + 9, 330, seed=1).bfloat16()
+    w, x = random(200, 330).bfloat16(), random(dense_linear.TILE_ROWS + 9, 330, seed=1).bfloat16()
     packed, ops = CpuOps().pack_weight(w), CpuOps()
     with threads(1):
         whole = ops.linear(x, packed)
@@ -167,7 +173,7 @@ def test_batch_invariance_is_accepted(held: str, tiled: str) -> None:
 def other_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN's layout of bfloat16 is not ours, as on a CPU with AMX."""
     monkeypatch.setattr(weight_packing, "name_of", lambda *_: None)
-    monkeypatch.setattr(dense, "_lies", lambda *_: False)
+    monkeypatch.setattr(dense_linear, "_lies", lambda *_: False)
 
 
 @pytest.mark.usefixtures("other_layout")
@@ -187,9 +193,9 @@ def test_bfloat16_has_head_shared_table_and_file(tiled: str, tmp_path: Path) -> 
         with kernel_kinds.served("linear", ops.table):
             found = ops.best_outputs(x, packed, 290, 1.0)
         assert found is not None
-        assert torch.equal(dense.LAST - (found & 0xFFFFFFFF), ops.linear(x, packed)[:, :290].argmax(-1))
+        assert torch.equal(dense_linear.LAST - (found & 0xFFFFFFFF), ops.linear(x, packed)[:, :290].argmax(-1))
         table = ops.table_of(packed)
-        assert table is not None and torch.equal(dense.rows_of(table, torch.arange(300)), w)
+        assert table is not None and torch.equal(dense_linear.rows_of(table, torch.arange(300)), w)
 
 
 @pytest.mark.usefixtures("other_layout")
@@ -217,13 +223,15 @@ def test_tiles_take_the_rows_of_an_mlp_in_whole_calls(tiled: str) -> None:
         seen.append(len(x))
         return x + 1
 
-    for dtype, wanted in ((torch.bfloat16, [300, dense.TILE_ROWS, 1]), (torch.float32, [256, 44, 512, 1])):
+    for dtype, wanted in ((torch.bfloat16, [300, dense_linear.TILE_ROWS, 1]), (torch.float32, [256, 44, 512, 1])):
         seen.clear()
-        for rows in (300, dense.TILE_ROWS + 1):
+        for rows in (300, dense_linear.TILE_ROWS + 1):
             x = random(rows, 2).to(dtype)
             assert torch.equal(ops.by_pieces(run, x), x + 1)
         assert seen == wanted, dtype
-    assert dense.launch_rows(ops.table, torch.bfloat16) == kernel_table.SHARED_ROWS, "torch attends in longer prompts"
+    assert dense_linear.launch_rows(ops.table, torch.bfloat16) == kernel_table.SHARED_ROWS, (
+        "torch attends in longer prompts"
+    )
 
 
 # ---- which kernels serve ----
@@ -266,10 +274,10 @@ SAVED, TILES = 0xE7, 0x60000
 )
 def test_tiles_count_only_if_cpu_and_system_allow_them(d: int, saved: int, permitted: int, kind: str) -> None:
     found = (ctypes.c_uint32 * 6)(C1, 1, C7_B, C7_C, d, C71_A)
-    call = library.load_library().library.trencadis_features_of
+    call = kernel_library.load_library().library.trencadis_features_of
     call.argtypes, call.restype = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int), ctypes.c_int
     bits = call(found, saved, permitted)
-    features = {name for number, name in enumerate(library.FEATURES) if bits >> number & 1}
+    features = {name for number, name in enumerate(kernel_library.FEATURES) if bits >> number & 1}
     kinds = [name for name, needs in KINDS.items() if needs <= features]
     assert (kinds[-1] if kinds else "") == kind
     if kind == "avx512_vnni":  # oneDNN then shares our layout
@@ -278,10 +286,10 @@ def test_tiles_count_only_if_cpu_and_system_allow_them(d: int, saved: int, permi
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
 def test_the_kernels_of_amx_are_made_of_its_instructions() -> None:
-    have = library.load_library()
+    have = kernel_library.load_library()
     if "panels_amx.c" in have.left_out:
         pytest.skip("the C compiler knows no AMX")
-    if Path(have.library._name).parent != Path(library.__file__).parent:
+    if Path(have.library._name).parent != Path(kernel_library.__file__).parent:
         pytest.skip("a library of sanitizers, large and the same")
     words = ["objdump", "-d", "--no-show-raw-insn", have.library._name]
     lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()

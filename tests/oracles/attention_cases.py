@@ -19,9 +19,9 @@ from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda import runtime_of
 from trencadis.backends.cuda.kernels import paged_attention, rotary_kernels, vision_attention
 from trencadis.backends.cuda.kernels.attention_tensors import CudaSegments
+from trencadis.backends.cuda.launches.attention_work_items import STEP
 from trencadis.backends.cuda.launches.cuda_inputs import Sizes, segments
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
-from trencadis.backends.cuda.launches.work_items import STEP
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig, LayerKV, Segments
 from trencadis.core.launches.host_inputs import own_positions

@@ -17,7 +17,7 @@ import torch
 
 from tests.oracles.qwen_vl_utils import InterpolationMode
 from trencadis.multimodal.patch_packing import patch_coordinates
-from trencadis.multimodal.processor import PreparedImage
+from trencadis.multimodal.processor_interface import PreparedImage
 
 
 def resize(image: torch.Tensor, size: Any, interpolation: Any = None, antialias: bool = True) -> torch.Tensor:

@@ -11,7 +11,6 @@ from tests.oracles.shadow_model import SHADOW_RESERVED, ShadowRank, beam_oracle,
 from trencadis.core.engine.engine import Engine
 from trencadis.core.executor.uniproc_executor import UniprocExecutor
 from trencadis.core.kv.block_pool import BlockPool, HostBlockPool
-from trencadis.core.masks.manager import MatcherManager
 from trencadis.core.process.engine_messages import EngineInfo
 from trencadis.core.request import Delta, Request
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
@@ -20,6 +19,7 @@ from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.spec.spec_config import SpeculationConfig
 from trencadis.core.step import Step
+from trencadis.core.token_masks.matcher_manager import MatcherManager
 
 VOCAB = 60
 EOS = (0,)

@@ -17,8 +17,7 @@ import numpy as np
 from tests.traffic.rule_oracle import SIXTY
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs
 from trencadis.core.launches.rank_input_batch import RankInputBatch
-from trencadis.core.launches.sample_launches import LaunchedHead, launch_masked
-from trencadis.core.masks.manager import MatcherManager
+from trencadis.core.launches.split_sample_launches import LaunchedHead, launch_masked
 from trencadis.core.request import Request
 from trencadis.core.scheduling.sequence import uniform
 from trencadis.core.shared_constants import RESERVED_BLOCKS, RESERVED_ROWS
@@ -35,6 +34,7 @@ from trencadis.core.step import (
     TargetScores,
 )
 from trencadis.core.structured_outputs import Rule
+from trencadis.core.token_masks.matcher_manager import MatcherManager
 
 MASK = (1 << 63) - 1
 CONSTANT = 4711

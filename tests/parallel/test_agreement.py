@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from trencadis.assets import demo_path
-from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine_builder import open_rank
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor
-from trencadis.core.startup_progress import SilentProgress
+from trencadis.core.startup_progress_and_warmup_pacing import SilentProgress
 
 GAUDI2, GAUDI3 = int(94.62 * (1 << 30)), int(126.5 * (1 << 30))
 HCCL = 384 << 20

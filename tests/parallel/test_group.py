@@ -22,8 +22,8 @@ from tests.fakes.ranks import full_step
 from trencadis.assets import demo_path
 from trencadis.backends.cpu.gloo_comm import GlooComm
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankDied, RankFailed
 from trencadis.core.executor.rank_info import can_share, check_size, threads_of
@@ -175,7 +175,7 @@ def test_the_next_start_removes_what_killed_engines_left(tmp_path: Path, monkeyp
 PARENT = """
 import time
 from tests.fakes import ranks as fake_ranks
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor.rank_launcher import LocalLauncher
 from trencadis.core.links import message_link
 from trencadis.core.process import child_process

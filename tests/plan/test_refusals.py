@@ -12,11 +12,11 @@ import pytest
 from tests.fakes.command_line import from_command_line
 from tests.families.text_checkpoints import CLASSES, FORMS
 from tests.vision.cross_attention.test_plans import HUB
-from trencadis.core.checkpoint.pooler_config import load_model_config
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.pooling_resolver import load_model_config
 from trencadis.core.devices import policy_of
 from trencadis.core.engine import engine_builder
 from trencadis.core.engine.startup_checks import check_start
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.pipeline_partition import split_model
 from trencadis.server.plan import plan_command

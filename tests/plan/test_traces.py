@@ -9,14 +9,14 @@ import pytest
 
 from benchmarks.traces.generate import TRACES
 from tests.traffic.launch_lines import model_of
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
-from trencadis.core.config import EngineConfig
 from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.shapes.bucket_options import BucketOptions
-from trencadis.server.plan.traffic_trace import (
+from trencadis.server.plan.trace_plan_comparison import (
     StepNeeds,
     Traffic,
     compare_plans,
@@ -70,7 +70,7 @@ def test_small_models_too(name: str, sizes: tuple[int, int, int, int, int]) -> N
 
 def test_the_reference_plan_is_the_one_that_costs_519_graphs() -> None:
     """128 requests, 32768 tokens, blocks of 128, 8294 KV blocks."""
-    from trencadis.server.plan.traffic_trace import make_exponential_plan
+    from trencadis.server.plan.trace_plan_comparison import make_exponential_plan
 
     p = planned()
     plan, graphs = make_exponential_plan(p.plan, p.limits, 8294)

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trencadis.core.checkpoint.pooler_config import load_model_config
 from trencadis.core.checkpoint.pooling_config import Pooling
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.server.config import argv
+from trencadis.server.config import command_line_parser
 from trencadis.server.config.resolve_settings import resolve_settings
 from trencadis.server.protocol.pooler_output import (
     compute_pair_score,
@@ -207,10 +207,14 @@ def test_the_line_says_what_was_chosen(model: Callable[..., Path]) -> None:
 
 def test_the_flags_have_vllms_names() -> None:
     words = ["--model", "m", "--runner", "pooling", "--convert", "embed", "--override-pooler-config"]
-    made = resolve_settings(argv.parse([*words, '{"pooling_type": "MEAN", "normalize": false}']), {}).engine
+    made = resolve_settings(
+        command_line_parser.parse([*words, '{"pooling_type": "MEAN", "normalize": false}']), {}
+    ).engine
     assert (made.runner, made.convert) == ("pooling", "embed")
     assert made.pooler_config == {"pooling_type": "MEAN", "normalize": False}
-    assert resolve_settings(argv.parse(["--model", "m", "--task", "score"]), {}).engine.task == "classify"
+    assert (
+        resolve_settings(command_line_parser.parse(["--model", "m", "--task", "score"]), {}).engine.task == "classify"
+    )
 
 
 def test_values_are_cut_then_normalised_and_scores_activated() -> None:

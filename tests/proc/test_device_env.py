@@ -13,11 +13,11 @@ from trencadis import llm_engine
 from trencadis.backends.hpu.start import gaudi_detection
 from trencadis.backends.hpu.start.gaudi_detection import Stack
 from trencadis.core import devices
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import engine_launcher, multiproc_executor, rank_messages, rank_process
 from trencadis.core.executor.rank_info import RankInfo
-from trencadis.core.process import engine_process, torch_env
+from trencadis.core.process import engine_process, torch_detection
 from trencadis.server.cli import check_backend
 
 pytestmark = pytest.mark.part("gaudi")
@@ -40,8 +40,8 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append("factory")
         raise Ended
 
-    monkeypatch.setattr(torch_env, "prepare_device_env", settle)
-    monkeypatch.setattr(torch_env, "import_torch", lambda: found.append("torch"))
+    monkeypatch.setattr(torch_detection, "prepare_device_env", settle)
+    monkeypatch.setattr(torch_detection, "import_torch", lambda: found.append("torch"))
     monkeypatch.setattr(engine_process, "find_factory", stop)
     monkeypatch.setattr(rank_process, "build", stop)
     monkeypatch.setattr("trencadis.core.engine.engine_builder.create_engine", stop)
@@ -120,5 +120,5 @@ def test_a_torch_that_does_not_load_is_one_line(monkeypatch: pytest.MonkeyPatch)
         with monkeypatch.context() as patched:
             patched.setattr(builtins, "__import__", fail)
             with pytest.raises(StartupError, match=says) as raised:
-                torch_env.import_torch()
+                torch_detection.import_torch()
         assert "\n" not in str(raised.value)

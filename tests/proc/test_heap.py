@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.process import heap_trimmer
 from trencadis.core.process.heap_trimmer import LATEST, OFTEN, QUIET, HeapTrimmer

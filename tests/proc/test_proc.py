@@ -21,7 +21,7 @@ import pytest
 
 import trencadis
 from tests.fakes.counting_engine import CRASH, DIGEST, HANG, REFUSE, SLOW, WORDS
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import Unavailable
 from trencadis.core.executor import multiproc_executor
 from trencadis.core.executor.engine_launcher import spawn_engine
@@ -346,7 +346,7 @@ def test_loading_has_its_own_limit():
 def test_parent_death_ends_the_engine_from_another_folder(tmp_path):
     """Also: the engine starts from an uninstalled checkout with another working directory."""
     code = (
-        "import sys, time; from trencadis.core.config import EngineConfig\n"
+        "import sys, time; from trencadis.core.engine_config import EngineConfig\n"
         "from trencadis.core.executor.engine_launcher import spawn_engine\n"
         f"h = spawn_engine(EngineConfig(engine={CONFIG.engine!r}, threads=1)); print(h.process.pid, flush=True)\n"
         "print(len(h.sock.recv(4096)) > 8, flush=True); time.sleep(60)"

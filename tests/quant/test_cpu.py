@@ -16,9 +16,9 @@ from tests.quant.test_formats import GRID, read, seen
 from trencadis.backends.cpu import int8_linear as cpu
 from trencadis.backends.cpu.batch_invariant import InvariantOps
 from trencadis.backends.cpu.int8_linear import IntegerWeight
+from trencadis.backends.cpu.native.kernel_library import load_library
 from trencadis.backends.cpu.native.kernel_table import KINDS, TORCH, VARIABLE, available_kinds
-from trencadis.backends.cpu.native.library import load_library
-from trencadis.backends.cpu.native.panels import PanelWeight
+from trencadis.backends.cpu.native.quantised_weight_panels import PanelWeight
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.errors import StartupError

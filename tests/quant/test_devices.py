@@ -26,12 +26,12 @@ from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_quantised_linear import Floats8Weight
-from trencadis.backends.hpu.policy import policy
+from trencadis.backends.hpu.shape_policy import policy
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.pooler_config import load_model_config
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.pooling_resolver import load_model_config
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.online_quant import quantise

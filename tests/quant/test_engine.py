@@ -22,11 +22,11 @@ from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.int8_linear import IntegerWeight
-from trencadis.backends.cpu.native.panels import PanelWeight
-from trencadis.backends.cpu.policy import policy
+from trencadis.backends.cpu.native.quantised_weight_panels import PanelWeight
+from trencadis.backends.cpu.shape_policy import policy
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models.model_loader import load_model

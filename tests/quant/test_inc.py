@@ -15,7 +15,7 @@ from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_quantised_linear import Floats8Weight
-from trencadis.backends.hpu.policy import policy
+from trencadis.backends.hpu.shape_policy import policy
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.inc_config import given_scales
 from trencadis.core.device.backend import BackendConfig

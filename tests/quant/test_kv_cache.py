@@ -307,7 +307,7 @@ def test_bad_scales_are_refused_in_one_line(
 
 
 def test_a_device_without_such_a_cache_says_who_has_it(checkpoint: Callable[..., Path]) -> None:
-    from trencadis.backends.cpu.policy import SERVING
+    from trencadis.backends.cpu.shape_policy import SERVING
     from trencadis.core.engine.startup_checks import check_kv_format
 
     config = load_config(checkpoint("qwen2"))

@@ -19,13 +19,13 @@ from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.policy import policy, without_fp8
+from trencadis.backends.hpu.shape_policy import policy, without_fp8
 from trencadis.backends.hpu.start.bridge_loader import find_symbols
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.pooler_config import load_model_config
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.pooling_resolver import load_model_config
 from trencadis.core.device.backend import BackendConfig, LayerKV
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.models.kv_cache_codes import read_slots
 from trencadis.server.plan.plan_command import make_plan
 

@@ -25,12 +25,12 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.quant_config import read_quantisation
 from trencadis.core.checkpoint.quant_formats import RawWeight
-from trencadis.core.checkpoint.weight_loader import open_weights
+from trencadis.core.checkpoint.weight_file_reader import open_weights
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
-from trencadis.core.quant.writing.recipe import Recipe
+from trencadis.core.quant.writing.quantisation_recipe import Recipe
 from trencadis.core.quant.writing.source_checkpoint import open_checkpoint
 from trencadis.core.request import Request, SamplingParams
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from tests import kernel_kinds
 from tests.quant.test_cpu import away, normal
 from trencadis.backends.cpu.int8_linear import IntegerWeight
-from trencadis.backends.cpu.native import kernel_table, library, panels, threads
+from trencadis.backends.cpu.native import kernel_library, kernel_table, kernel_threads, quantised_weight_panels
+from trencadis.backends.cpu.native.kernel_library import load_library
 from trencadis.backends.cpu.native.kernel_table import EMULATED, KINDS, VARIABLE, available_kinds
-from trencadis.backends.cpu.native.library import load_library
-from trencadis.backends.cpu.native.panels import PanelWeight, dequantise
+from trencadis.backends.cpu.native.quantised_weight_panels import PanelWeight, dequantise
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.backends.cpu.policy import policy
 from trencadis.backends.cpu.reference_ops import ReferenceOps
+from trencadis.backends.cpu.shape_policy import policy
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_tensor import QTensor, join_weights
@@ -60,14 +60,14 @@ def test_without_a_library_torch_serves_and_a_line_says_why(
         if load_library().library is None:
             pytest.skip(load_library().why)
         shutil.copy(load_library().library._name, tmp_path / "_panels.so")
-        monkeypatch.setattr(library, "VERSION", 99) if fault == "older" else None
-    have = library.open_library(tmp_path)
+        monkeypatch.setattr(kernel_library, "VERSION", 99) if fault == "older" else None
+    have = kernel_library.open_library(tmp_path)
     if fault == "another CPU":
         have = have._replace(features=frozenset(), why="the CPU has no AVX2")
     assert not have.features and said[fault] in have.why
-    monkeypatch.setattr(library, "load_library", lambda: have)
+    monkeypatch.setattr(kernel_library, "load_library", lambda: have)
     monkeypatch.delenv(VARIABLE, raising=False)
-    for cached in (library.log_quantised_kernels, kernel_table._chosen):
+    for cached in (kernel_library.log_quantised_kernels, kernel_table._chosen):
         cached.cache_clear()
     with caplog.at_level(logging.INFO, "trencadis.engine"):
         packed = CpuOps().pack_quantised(quantise(normal(32, 64), Scheme(8), torch.float32))
@@ -171,7 +171,7 @@ def test_many_threads_and_many_rows_change_no_bit(kernels: str) -> None:
     """A weight large enough for several threads, and more rows than a call rounds at a time, of a view with gaps."""
     q = quantise(normal(272, 640), Scheme(4, group=128), torch.float32)
     packed: Any = CpuOps().pack_quantised(q)
-    x = normal(panels.ROWS + 5, 700, seed=1)[:, 30:670]
+    x = normal(quantised_weight_panels.ROWS + 5, 700, seed=1)[:, 30:670]
     before, found = torch.get_num_threads(), []
     try:
         for count in (1, 3):
@@ -215,8 +215,8 @@ def test_no_second_openmp_runtime_is_loaded() -> None:
         pytest.skip("no Linux, or no kernels")
     runtimes = lambda: {line.split()[-1] for line in maps.read_text().splitlines() if "omp" in line.split()[-1]}  # noqa: E731
     before = runtimes()
-    threads.calls()
-    assert threads.openmp() is not None and runtimes() == before
+    kernel_threads.calls()
+    assert len(kernel_threads.openmp()) == 2 and runtimes() == before
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -23,7 +23,7 @@ from trencadis.core.quant.online_quant import ScaleSearch, codes_of, quantise, s
 from trencadis.core.quant.weight_storage_format import Scheme
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
 from trencadis.core.quant.writing.layer_rounding import LayerInputs, round_compensated
-from trencadis.core.quant.writing.recipe import CLIPS
+from trencadis.core.quant.writing.quantisation_recipe import CLIPS
 from trencadis.core.quant.writing.source_checkpoint import open_checkpoint
 from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.patch_packing import count_slots

@@ -16,7 +16,7 @@ from tests.fakes.text_checkpoint import write_text_checkpoint
 from tests.random_inputs.grammar_draws import GrammarDraws
 from tests.random_inputs.random_schemas import REAL, random_schema
 from trencadis.core.errors import BadRequest
-from trencadis.core.masks.grammar_matcher import CompiledGrammars
+from trencadis.core.token_masks.grammar_matcher import CompiledGrammars
 from trencadis.server.grammars.grammar_writer import WhitespaceRule
 from trencadis.server.grammars.response_format import RequestedFormat
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer

@@ -8,7 +8,7 @@ import pytest
 
 from tests.hostile.mutations import WHOLE, mutated
 from trencadis.core.errors import TrencadisError
-from trencadis.multimodal.images.image_decoder import ImageDecoder
+from trencadis.multimodal.images.image_decode_client import ImageDecoder
 from trencadis.multimodal.images.image_header import inspect_header
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, Unavailable
 from trencadis.core.request import Delta, SamplingParams
 from trencadis.server.prompts.multimodal_inputs import PlaceholderJoiner
@@ -128,7 +128,7 @@ def test_join_with_the_image_side(harness: Any) -> None:
     pytest.importorskip("trencadis.multimodal.placeholders")
     import numpy as np
 
-    from trencadis.multimodal.processor import PreparedImage
+    from trencadis.multimodal.processor_interface import PreparedImage
 
     one_image = PreparedImage("d", np.zeros((24, 1176), np.uint8), (1, 4, 6), 6, 64, (56, 84))
     image = harness.service.config.image_token
@@ -161,7 +161,7 @@ def test_fake_pixels_are_not_copied(harness: Any) -> None:
 
 
 def test_settings_of_the_server_configuration() -> None:
-    config = pytest.importorskip("trencadis.server.config.config").ServerConfig
+    config = pytest.importorskip("trencadis.server.config.server_config").ServerConfig
     made = HttpSettings(config(), "org/model", "cpu")
     assert made.served_names == ("org/model",) and made.bounds == Bounds()
     made = HttpSettings(config(served_model_name=["a", "b"], max_num_queued_reqs=5, api_key=["k"]), "x", max_running=3)

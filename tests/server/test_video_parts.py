@@ -14,9 +14,9 @@ import pytest
 from tests.fakes.checkpoints import TEMPLATE
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.media_options import MediaOptions, MediaPart
-from trencadis.multimodal.processor import PreparedImage, PreparedVideo
+from trencadis.multimodal.processor_interface import PreparedImage, PreparedVideo
 from trencadis.server.prompts.multimodal_inputs import PlaceholderJoiner, arrange_media
-from trencadis.server.prompts.prompt import read_part
+from trencadis.server.prompts.prompt_and_chat_messages import read_part
 from trencadis.server.text.chat_template import ChatTemplate
 
 IMAGE = {"type": "image", "image": "data:image/png;base64,AAAA"}

@@ -13,14 +13,14 @@ import pytest
 from tests.speculation.scripted_proposer import ScriptedProposer
 from tests.traffic.requests import Traffic, pixels, random_request
 from tests.traffic.ruled_requests import ruled, vocabulary
-from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.sequence import Sequence
-from trencadis.core.spec.ngram_proposer import DraftProposer
+from trencadis.core.spec.draft_proposer import DraftProposer
 from trencadis.core.spec.spec_config import SpeculationConfig
 
 LENGTH = 96

@@ -23,7 +23,7 @@ from trencadis.core.engine.engine import Engine
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence
-from trencadis.core.spec.ngram_proposer import DraftProposer
+from trencadis.core.spec.draft_proposer import DraftProposer
 from trencadis.core.spec.spec_config import SpeculationConfig
 from trencadis.core.step import Step
 from trencadis.core.structured_outputs import Rule

@@ -31,17 +31,17 @@ from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.policy import graph_input_bytes, policy
+from trencadis.backends.hpu.shape_policy import graph_input_bytes, policy
 from trencadis.core.buckets import DRAFT, Bucket, Stage, ahead_variant, is_drafting, verify_variant
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import family_options
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.model_registry import family_options
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.device_policy import InputSizes
+from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.engine import graph_startup
 from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.draft_loading import open_beside
 from trencadis.core.request import Request, SamplingParams

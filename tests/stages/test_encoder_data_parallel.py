@@ -24,11 +24,11 @@ from tests.vision.vision_checkpoints import qwen3_vl
 from trencadis import LLM
 from trencadis.assets import demo_path
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.pooler_config import load_model_config
-from trencadis.core.checkpoint.registry import image_needs
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.model_registry import image_needs
+from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import can_share
 from trencadis.core.launches.encoder_data_parallel import GatheredRows, assign_images

@@ -13,11 +13,11 @@ import torch
 
 from trencadis.assets import demo_path
 from trencadis.backends.cpu import make_backend
-from trencadis.core.checkpoint import registry
-from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
+from trencadis.core.checkpoint import model_registry
+from trencadis.core.checkpoint.checkpoint_weight_source import CheckpointSource
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig, StageShare
-from trencadis.core.checkpoint.weight_loader import open_weights
+from trencadis.core.checkpoint.weight_file_reader import open_weights
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.models import model_loader
@@ -103,7 +103,7 @@ def test_each_stage_reads_its_own_tensors_and_together_they_read_all() -> None:
     backend = make_backend(BackendConfig())
     whole = model_loader.make_model(model, backend)
     whole.load(Noted(model))
-    names = registry.family_of(model.architecture).names
+    names = model_registry.family_of(model.architecture).names
     every, total = set[str](), 0
     for part in split_model(model, 2):
         noted, taken = Noted(model), set[str]()

@@ -18,14 +18,14 @@ from tests.traffic.launch_lines import model_of
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.devices import policy_of
 from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.engine.pipeline_dry_run import planned_stages
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.stage_transfer import LAST
 from trencadis.core.memory import graph_measurements

@@ -15,10 +15,10 @@ from tests.oracles.transformers_model import Answer, assert_same
 from tests.parallel.test_same_tokens import BASE, EMULATED, Wanted, answered, same, same_of_many
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.engine_connection import HeadlessRanks, make_connect_infos
-from trencadis.core.links.topology import topology
+from trencadis.core.links.rank_placement import topology
 
 TIGHT: dict[str, Any] = dict(num_gpu_blocks_override=44)
 """Preemption: too few blocks for what is asked at a time. Chunks: a step takes 256 tokens."""

@@ -14,7 +14,7 @@ import pytest
 from tests.fakes import ranks as fake_ranks
 from tests.fakes.ranks import full_step
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor import rank_messages
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankFailed
 from trencadis.core.executor.rank_info import RankInfo

@@ -13,7 +13,7 @@ import h11
 from tests.fakes.scripted_app import ScriptedApp, ScriptedEngine
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request, TokenLogprob
-from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.engine.engine_client import DeltaCallback
 from trencadis.server.engine.request_link import RequestLink
 from trencadis.server.http.uvicorn_server import make_server

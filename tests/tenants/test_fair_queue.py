@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from tests.server.http.test_connection import Site, answer
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import Unavailable
 from trencadis.server.tenants import fair_queue as turns_module
 from trencadis.server.tenants.admission import Bounds

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from tests.stubs import gaudi_container
 from tools import make_venv
-from trencadis.core.process import torch_env
+from trencadis.core.process import torch_detection
 
 pytestmark = pytest.mark.part("gaudi")
 
@@ -51,10 +51,10 @@ def test_a_laptop_gets_torch_by_an_extra_with_the_bounds_of_the_check() -> None:
         (torch,) = (Requirement(t) for t in PROJECT["optional-dependencies"][extra] if Requirement(t).name == "torch")
         assert str(torch.specifier).endswith(">=2.6") or str(torch.specifier).endswith(">=2.11")
     (cpu,) = (Requirement(text).specifier for text in PROJECT["optional-dependencies"]["cpu"])
-    least, newest = (".".join(map(str, v)) for v in (torch_env.LEAST, torch_env.NEWEST))
+    least, newest = (".".join(map(str, v)) for v in (torch_detection.LEAST, torch_detection.NEWEST))
     assert f"{least}.0" in cpu and f"{newest}.9" in cpu and "2.5.9" not in cpu and "2.14.0" not in cpu
     assert "hpu" not in PROJECT["optional-dependencies"], "a plug-in that pip chooses belongs to no torch"
-    assert (torch_env.LEAST, (2, torch_env.NEWEST[1] + 1)) == (make_venv.LEAST_TORCH, make_venv.TORCH_BELOW)
+    assert (torch_detection.LEAST, (2, torch_detection.NEWEST[1] + 1)) == (make_venv.LEAST_TORCH, make_venv.TORCH_BELOW)
 
 
 @pytest.mark.parametrize("version", gaudi_container.PUBLISHED)

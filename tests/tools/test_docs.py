@@ -23,7 +23,7 @@ from trencadis.core.errors import StartupError
 from trencadis.server.bench import bench_command as bench
 from trencadis.server.cli import chat_command, check_accuracy, check_backend, check_device, quantize
 from trencadis.server.cli import run_batch as batch
-from trencadis.server.config import argv
+from trencadis.server.config import command_line_parser
 from trencadis.server.plan import plan_command as plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,10 +161,10 @@ def own_flags(command: Command) -> None:
     name = words.pop(0) if words and program != "serve" else "serve"
     words = words[1:] if program == "serve" and words[:1] == ["serve"] else words
     if name == "serve":
-        argv.parse(words)
+        command_line_parser.parse(words)
     elif name == "plan":
         memory = [] if command.typed else ["--memory", "96GiB"]
-        argv.parse(plan._parse_options([*words, *memory])[1])
+        command_line_parser.parse(plan._parse_options([*words, *memory])[1])
     elif name == "chat":
         chat_command.parse_arguments(words)
     elif name == "quantize":
@@ -182,7 +182,7 @@ def own_flags(command: Command) -> None:
         check_device.parse(words, name.removeprefix("check-").replace("device", ""))
     elif name == "run-batch":
         _, rest = batch.parser().parse_known_args([*words, *(() if command.typed else ("-i", "x", "-o", "y"))])
-        argv.parse(rest)
+        command_line_parser.parse(rest)
     elif name == "bench":
         assert not words or words[0] in bench.BENCHMARKS, command  # tests/bench parses the rest
     elif name == "key":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.shapes.bucket_options import BucketOptions, read_bucket_options

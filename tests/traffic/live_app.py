@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.fakes.scripted_app import ScriptedApp
-from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.http.listener import open_listener
 from trencadis.server.http.uvicorn_server import make_server
 

@@ -10,7 +10,7 @@ from typing import Any
 from trencadis.multimodal.decode_workers.worker_pool import Job, JobResult, WorkerPool
 from trencadis.multimodal.images.image_frontend import ImageFrontend
 from trencadis.multimodal.media_options import NO_SCOPE, MediaPart, MediaScope
-from trencadis.multimodal.processor import PreparedImage
+from trencadis.multimodal.processor_interface import PreparedImage
 
 
 def prepare_now(

@@ -18,7 +18,7 @@ from typing import Any
 from tests.fakes.scripted_app import ScriptedApp, ScriptedEngine, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from trencadis.core.request import Delta, Request
-from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.http.app import create_app
 from trencadis.server.http.listener import open_listener
 from trencadis.server.http.uvicorn_server import make_server

@@ -16,7 +16,7 @@ from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import reserved_rows
-from trencadis.core.checkpoint.registry import image_processor
+from trencadis.core.checkpoint.model_registry import image_processor
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.memory.estimate import arena_width
@@ -55,7 +55,7 @@ def backend_of(device: str, vocab: int) -> Any:
         from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
         from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
         from trencadis.backends.hpu.hpu_settings import HpuSettings
-        from trencadis.backends.hpu.policy import policy
+        from trencadis.backends.hpu.shape_policy import policy
 
         cfg = BackendConfig(dtype=torch.float32, block_size=16, vocab_size=vocab)
         return HpuBackend(

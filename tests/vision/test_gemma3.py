@@ -19,7 +19,7 @@ from tests.vision.tiled_families import prepared, worst_row
 from tests.vision.vision_checkpoints import GEMMA_TOKENS, IMAGE, gemma3
 from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import image_needs, image_processor
+from trencadis.core.checkpoint.model_registry import image_needs, image_processor
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.shapes.rectangular_launches import shift_spans, uncut
 

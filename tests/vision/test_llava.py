@@ -21,7 +21,7 @@ from tests.vision.vision_checkpoints import IMAGE, llava
 from trencadis import LLM, SamplingParams
 from trencadis.core.buckets import ENCODER_SLOTS, Stage
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import image_needs, image_processor
+from trencadis.core.checkpoint.model_registry import image_needs, image_processor
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.shapes.bucket_options import BucketOptions
@@ -279,7 +279,7 @@ def test_a_thin_image_costs_little_and_a_thinner_one_is_refused(made: Any) -> No
 
 def test_every_number_of_images_has_its_launches(made: Any) -> None:
     """Multiples of the tile: no launch misses, and at most a quarter of a launch's slots are padding."""
-    from trencadis.backends.hpu.policy import policy
+    from trencadis.backends.hpu.shape_policy import policy
 
     config = load_config(made("336"))
     needs = image_needs(config, {})
@@ -300,7 +300,7 @@ def test_every_number_of_images_has_its_launches(made: Any) -> None:
 
 
 def test_a_users_buckets_are_multiples_of_the_tile(made: Any) -> None:
-    from trencadis.backends.hpu.policy import policy
+    from trencadis.backends.hpu.shape_policy import policy
 
     config = load_config(made("336"))
     limits = ShapeLimits(16, 2048, 2048, 128, 640, 640, 640)

@@ -18,7 +18,7 @@ from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import image_needs
+from trencadis.core.checkpoint.model_registry import image_needs
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.memory.estimate import MemoryEstimator

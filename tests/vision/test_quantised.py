@@ -23,7 +23,7 @@ from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.registry import family_of, import_object
+from trencadis.core.checkpoint.model_registry import family_of, import_object
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
 from trencadis.core.quant.writing.source_checkpoint import open_checkpoint

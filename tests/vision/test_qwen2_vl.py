@@ -21,7 +21,7 @@ from tests.oracles.video_chats import chat, video_inputs
 from tests.vision.family_harness import DEVICES, VARIANTS, FamilyHarness, Shown, worst_of_many, worst_packing
 from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import image_needs, image_processor
+from trencadis.core.checkpoint.model_registry import image_needs, image_processor
 from trencadis.core.errors import StartupError
 from trencadis.multimodal import patch_packing
 from trencadis.multimodal.patch_packing import count_slots

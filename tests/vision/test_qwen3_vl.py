@@ -20,7 +20,7 @@ from tests.vision.family_harness import DEVICES, VARIANTS, FamilyHarness, Shown,
 from tests.vision.vision_checkpoints import qwen3_vl
 from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import image_needs, image_processor
+from trencadis.core.checkpoint.model_registry import image_needs, image_processor
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD
 from trencadis.multimodal.patch_packing import count_slots
 from trencadis.multimodal.qwen3_vl import config as table_places
@@ -358,13 +358,13 @@ CHECKS = {"cpu": ("op.interpolate",), "hpu": ("op.interpolate",), "twin": ("op.i
 
 
 def checks(device: str, path: Path, only: tuple[str, ...]) -> None:
-    from trencadis.backends.conformance import suite
+    from trencadis.backends.conformance import check_suite
+    from trencadis.backends.conformance.backend_under_test import make_target
     from trencadis.backends.conformance.check_result import line
-    from trencadis.backends.conformance.target import make_target
 
     policy = {"cpu": "padded", "twin": "twin"}.get(device, "")
     made = make_target("cuda" if device == "twin" else device, path, policy=policy, quick=True)
-    report = suite.run(made, only)
+    report = check_suite.run(made, only)
     assert not report.failures() and report.count("pass") == len(only), "\n".join(line(r) for r in report.results)
 
 

@@ -16,11 +16,11 @@ from tests.oracles.transformers_model import Oracle
 from tests.oracles.video_chats import chat, check_clip_answers
 from tests.vision.vision_checkpoints import qwen3_vl
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import image_processor
+from trencadis.core.checkpoint.model_registry import image_processor
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.multimodal.media_options import MediaOptions
 from trencadis.multimodal.placeholders import expand_with_timestamps, format_timestamps
-from trencadis.multimodal.processor import PreparedImage, PreparedVideo
+from trencadis.multimodal.processor_interface import PreparedImage, PreparedVideo
 from trencadis.multimodal.videos.frame_sampling import FrameLimits, clip_frame_size, sample_clip_frames
 
 LIMITS = FrameLimits(factor=32, cell=32, windows=False, clip=(4096, 25_165_824))

@@ -17,9 +17,9 @@ from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.encoder_scheduler import EncoderCache, rows_of_run
 from trencadis.core.shared_constants import RESERVED_ROWS
 from trencadis.multimodal.placeholders import expand_placeholders
-from trencadis.multimodal.processor import ImageGeometry, PlaceholderRun, encoder_items
+from trencadis.multimodal.processor_interface import ImageGeometry, PlaceholderRun, encoder_items
 from trencadis.server.prompts.multimodal_inputs import ExpandedPrompt
-from trencadis.server.prompts.prompt import Prompt, render_prompt
+from trencadis.server.prompts.prompt_and_chat_messages import Prompt, render_prompt
 
 IMAGE = 59
 

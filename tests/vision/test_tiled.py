@@ -18,7 +18,7 @@ from tests.vision.tiled_families import COMPARED, ask, prepared, rows_of_transfo
 from trencadis import LLM, SamplingParams
 from trencadis.core.buckets import ENCODER_SLOTS, Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import image_needs, image_processor
+from trencadis.core.checkpoint.model_registry import image_needs, image_processor
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.pending_step import PendingStep
@@ -212,7 +212,7 @@ def test_options_and_shapes_that_do_not_apply_are_refused(family: str, form: str
 @pytest.mark.parametrize(("family", "form"), FIRST)
 def test_no_number_of_tiles_misses(family: str, form: str, made: Any) -> None:
     """Launches of multiples of the tile; an image of more tiles than the largest launch is spread over several."""
-    from trencadis.backends.hpu.policy import policy
+    from trencadis.backends.hpu.shape_policy import policy
 
     config = load_config(made(family, form))
     needs = image_needs(config, {})

@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from trencadis.core.checkpoint.registry import TABLE, family_of
+from trencadis.core.checkpoint.model_registry import TABLE, family_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHARED = ("core", "server", "backends", "multimodal")
 FAMILIES = (
-    "core/families/", "multimodal/qwen2_vl/", "multimodal/qwen2_5_vl/", "multimodal/qwen3_vl/", "multimodal/llava/",
+    "core/family_configs/", "multimodal/qwen2_vl/", "multimodal/qwen2_5_vl/", "multimodal/qwen3_vl/",
+    "multimodal/llava/",
     "multimodal/llava_next/", "multimodal/gemma3/", "multimodal/internvl/", "multimodal/idefics3/",
     "multimodal/mllama/", "multimodal/pixtral/", "multimodal/phi3_v/", "multimodal/glm4v/", "multimodal/gemma4/",
     "multimodal/lfm2_vl/", "multimodal/minicpmv4_6/",
 )  # fmt: skip
 LONGER = (
-    "core/families/", "multimodal/qwen2_vl/", "multimodal/qwen3_vl/", "multimodal/mllama/", "multimodal/pixtral/",
+    "core/family_configs/", "multimodal/qwen2_vl/", "multimodal/qwen3_vl/", "multimodal/mllama/", "multimodal/pixtral/",
     "multimodal/glm4v/", "multimodal/gemma4/", "multimodal/lfm2_vl/", "multimodal/minicpmv4_6/",
 )  # fmt: skip
 """Decoders without images; a family with videos, which others build on; and seven with towers of their own."""
@@ -47,7 +48,7 @@ def shared_lines() -> list[tuple[str, str]]:
         ):
             continue
         for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), 1):
-            if not (name == "core/checkpoint/registry.py" and TABLE_LINE.match(line)):
+            if not (name == "core/checkpoint/model_registry.py" and TABLE_LINE.match(line)):
                 found.append((f"{name}:{number}", line))
     return found
 
@@ -73,7 +74,7 @@ def test_such_a_line_would_be_found(line: str) -> None:
 
 
 def test_every_family_that_sees_names_functions_that_exist() -> None:
-    from trencadis.core.checkpoint.registry import import_object
+    from trencadis.core.checkpoint.model_registry import import_object
 
     seen = [found for name in TABLE if (found := family_of(name)).vision is not None]
     assert len(seen) >= 2

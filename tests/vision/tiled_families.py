@@ -19,9 +19,9 @@ from tests.vision import vision_checkpoints
 from tests.vision.extra_families import minicpmv, phi3_v
 from tests.vision.family_harness import FamilyHarness
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import image_processor
+from trencadis.core.checkpoint.model_registry import image_processor
 from trencadis.core.shared_constants import RESERVED_ROWS
-from trencadis.multimodal.processor import PlaceholderRun, PreparedImage
+from trencadis.multimodal.processor_interface import PlaceholderRun, PreparedImage
 
 Change = Callable[[Any, Any], tuple[Any, str, Any]]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.reference_ops import PlainWeight
-from trencadis.backends.cuda.kernels import tiles
+from trencadis.backends.cuda.kernels import tile_sizes
 from trencadis.backends.cuda.kernels.attention_tensors import SingleAttn
 from trencadis.backends.cuda.kernels.layers import fused_decode_attention, skinny_gemm
 from trencadis.backends.cuda.kernels.peers import one_shot_reduce, two_shot_reduce
@@ -41,9 +41,9 @@ MODELS = {
 
 def layers(arch: int) -> Iterator[Case]:
     """Every product of each model in bfloat16, of the first one in the other types; attention by size of head."""
-    tiles.INTERPRETED = arch
-    tiles.find.cache_clear()
-    tiles.arch_of.cache_clear()
+    tile_sizes.INTERPRETED = arch
+    tile_sizes.find.cache_clear()
+    tile_sizes.arch_of.cache_clear()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         label = str(dtype).removeprefix("torch.")
         for name, sizes in MODELS.items() if dtype == torch.bfloat16 else [*MODELS.items()][:1]:

@@ -90,7 +90,7 @@ What the CUDA kernels need, compiled ahead of time without a GPU. Each compilati
 bytes); shared memory of a program in KiB; and `held`, the share of its warps that a multiprocessor can hold at a
 time, limited by registers and shared memory. This section sums them up: the number of compilations, then the least and
 the most of each figure. Shared memory of a program is at most 163 KiB on sm_80, 99 on sm_86, sm_89 and sm_120, 227 on
-sm_90 and sm_100, which `tiles.py` checks of every tile when it is imported. Nothing here is a speed.
+sm_90 and sm_100, which `tile_sizes.py` checks of every tile when it is imported. Nothing here is a speed.
 
 `python tools/kernel_resources.py --write` compiles what changed since (triton {version} made these lines). A line's key
 is of what was compiled; a line without one is of an earlier source. `--page` writes this section from the file.

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Message
 
-from trencadis.core.config import EngineConfig
 from trencadis.core.devices import likely
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping, JsonObject
-from trencadis.ray_serve.policy import KV_USE, WAIT, WaitEstimator
-from trencadis.server.config import argv
+from trencadis.ray_serve.autoscaling_policy import KV_USE, WAIT, WaitEstimator
+from trencadis.server.config import command_line_parser
 from trencadis.server.config.resolve_settings import resolve_settings
 
 if TYPE_CHECKING:
@@ -46,15 +46,15 @@ class ServedReplica:
     """
 
     async def __init__(self, words: Sequence[str]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
-        from trencadis.core.links.topology import on_this_machine
+        from trencadis.core.links.rank_placement import on_this_machine
         from trencadis.server.cli import serve
-        from trencadis.server.config import argv
+        from trencadis.server.config import command_line_parser
         from trencadis.server.config.resolve_settings import resolve_settings
         from trencadis.server.processes import server_lifecycle, signals_and_logging
         from trencadis.server.processes.start_engines import start_engines
 
         self._failed, self._wait_estimator = "", WaitEstimator()
-        settings = serve.find_model(resolve_settings(argv.parse(list(words)), os.environ))
+        settings = serve.find_model(resolve_settings(command_line_parser.parse(list(words)), os.environ))
         signals_and_logging.set_up_logging(settings.engine, settings.server)
         self._drain_timeout = settings.server.shutdown_timeout
         server = settings.server
@@ -115,7 +115,7 @@ class ServedReplica:
             raise RuntimeError(self._failed or "engines fail again and again")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns the values for ``trencadis.ray_serve.policy``."""
+        """Returns the values for ``trencadis.ray_serve.autoscaling_policy``."""
         stats, links = self.supervisor.stats, getattr(self.supervisor, "engines", [self.supervisor])
         waiting = max(stats.waiting - stats.deferred, 0)
         wait = self._wait_estimator.estimate(sum(one.link.submitted for one in links), waiting, time.monotonic())
@@ -193,7 +193,7 @@ def check_flags(line: list[str]) -> EngineConfig:
     Raises:
         StartupError: a flag is wrong, or contradicts Ray Serve.
     """
-    settings = resolve_settings(argv.parse(line), os.environ)
+    settings = resolve_settings(command_line_parser.parse(line), os.environ)
     server, engine = settings.server, settings.engine
     if engine.distributed_executor_backend == "ray" or engine.nnodes > 1:
         raise StartupError(

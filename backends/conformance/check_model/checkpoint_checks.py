@@ -14,22 +14,22 @@ from torch import Tensor
 
 from trencadis.backends.conformance import program_checks
 from trencadis.backends.conformance.answer_checks import ARGMAX, CheckedPrompt, PromptRunner
+from trencadis.backends.conformance.backend_under_test import CheckTarget
 from trencadis.backends.conformance.check_model import image_checks
 from trencadis.backends.conformance.check_model.cpu_reference_model import CpuReferenceModel, tensor_parallel_logits
 from trencadis.backends.conformance.check_model.transformers_oracle import TransformersOracle, read_declared_keys
 from trencadis.backends.conformance.check_result import CheckFailed, Report, Result, Skipped
-from trencadis.backends.conformance.harness import SEQS
-from trencadis.backends.conformance.suite import run_check
-from trencadis.backends.conformance.target import CheckTarget
+from trencadis.backends.conformance.check_suite import run_check
+from trencadis.backends.conformance.launch_harness import SEQS
 from trencadis.backends.cpu import make_backend
-from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
+from trencadis.core.checkpoint.checkpoint_weight_source import CheckpointSource
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.family import GENERATE
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.pooler_config import pooling_of
-from trencadis.core.checkpoint.registry import family_of
-from trencadis.core.checkpoint.weight_loader import open_weights
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.model_registry import family_of
+from trencadis.core.checkpoint.pooling_resolver import pooling_of
+from trencadis.core.checkpoint.weight_file_reader import open_weights
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models.decoder import Decoder

@@ -21,7 +21,7 @@ from trencadis.backends.conformance.check_model.transformers_oracle import (
     process_image,
 )
 from trencadis.backends.conformance.check_result import Skipped
-from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ModelConfig, reserved_rows
 from trencadis.core.cross_attention_inputs import ENDLESS, compute_cross_attention
 from trencadis.core.errors import StartupError
@@ -61,7 +61,7 @@ class CheckedImage:
 def make_images(config: ModelConfig, folder: Path, seed: int) -> list[CheckedImage]:
     """Makes images of several sizes; raises Skipped if ``folder`` has no image processor."""
     try:
-        processor = registry.image_processor(config, {})
+        processor = model_registry.image_processor(config, {})
     except StartupError as error:
         raise Skipped(f"no image can be made: {str(error).replace(f'{folder}/', '')}") from None
     return [_make_image(config, folder, processor, np.random.default_rng([seed, *size]), *size) for size in SIZES]
@@ -112,14 +112,14 @@ def _prompt(
 
 def _make_prompt(config: ModelConfig, made: Any, rows: NDArray[np.int32]) -> PromptArrays:
     """Builds the prompt's positions by its family, and which tokens see each other or the image."""
-    n, side = len(rows), registry.family_of(config.architecture).vision
+    n, side = len(rows), model_registry.family_of(config.architecture).vision
     if config.text.cross_attention_layers:
         return _make_cross_attention_prompt(made, rows)
     at = np.flatnonzero(rows)
     positions = np.tile(np.arange(n, dtype=np.int32), (3, 1))
     if side is not None and side.positions and config.text.mrope_section is not None:
         span = MediaSpan(int(at[0]), made.tokens, "", made.grid, made.slots)
-        positions = registry.import_object(side.positions)(n, [span], config.vision, [None])[0].astype(np.int32)
+        positions = model_registry.import_object(side.positions)(n, [span], config.vision, [None])[0].astype(np.int32)
     upto = None
     if config.text.upto:
         upto = np.arange(n, dtype=np.int32)

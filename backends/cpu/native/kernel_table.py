@@ -14,7 +14,7 @@ from enum import Enum
 from functools import cache, cached_property
 from types import MappingProxyType
 
-from trencadis.backends.cpu.native import library
+from trencadis.backends.cpu.native import kernel_library
 from trencadis.core import envs
 from trencadis.core.errors import StartupError
 
@@ -225,7 +225,7 @@ def with_choice(table: KernelTable, dtype: str, rows: int, pairs: int, windows: 
 
 def available_kinds() -> tuple[str, ...]:
     """Returns the kinds of own kernels that this CPU can run, the fastest last; none if they are not built."""
-    have = library.load_library()
+    have = kernel_library.load_library()
     return tuple(kind for kind, needs in KINDS.items() if needs <= have.features)
 
 
@@ -238,7 +238,7 @@ def onednn_features() -> frozenset[str]:
 
     It uses tiles also where own kernels for them are not built.
     """
-    have = library.load_library()
+    have = kernel_library.load_library()
     features = have.features | (have.detected & {"amx"})
     limit = next((value.upper() for name in LIMITS if (value := os.environ.get(name))), "ALL")
     if limit in ("ALL", "DEFAULT") or "AMX" in limit:
@@ -250,7 +250,7 @@ def onednn_features() -> frozenset[str]:
 
 @cache
 def _chosen(kind: str, every_row: bool, why: str) -> KernelTable:
-    return table_of(kind, library.load_library().features, why, every_row, onednn_features())
+    return table_of(kind, kernel_library.load_library().features, why, every_row, onednn_features())
 
 
 def chosen_table(every_row: bool = False) -> KernelTable:
@@ -259,9 +259,9 @@ def chosen_table(every_row: bool = False) -> KernelTable:
     Raises:
         StartupError: the variable names kernels that cannot run here.
     """
-    asked, kinds, have = envs.get(VARIABLE) or "auto", available_kinds(), library.load_library()
+    asked, kinds, have = envs.get(VARIABLE) or "auto", available_kinds(), kernel_library.load_library()
     missing = have.why or "the CPU has no AVX2"
-    left_out = f"; {library.report_left_out()}" if have.left_out and kinds else ""
+    left_out = f"; {kernel_library.report_left_out()}" if have.left_out and kinds else ""
     if asked == "auto":
         best = f"the best of this CPU{left_out}"
         return _chosen(kinds[-1], every_row, best) if kinds else _chosen(TORCH, every_row, missing)

@@ -18,8 +18,8 @@ from typing import Protocol
 
 import torch
 
-from trencadis.backends.cpu.native import threads
-from trencadis.backends.cpu.native.library import load_library
+from trencadis.backends.cpu.native import kernel_threads
+from trencadis.backends.cpu.native.kernel_library import load_library
 
 log = logging.getLogger("trencadis.engine")
 
@@ -123,7 +123,7 @@ class ThreadUse:
                 self._set(self.in_use, 0)
 
     def _set(self, of_torch: int, of_library: int) -> None:
-        threads.launches.threads = of_library
+        kernel_threads.launches.threads = of_library
         if torch.get_num_threads() != of_torch:
             torch.set_num_threads(of_torch)
 
@@ -160,5 +160,7 @@ def thread_use(count: int, own_rows: int) -> ThreadUse | None:
     launches.
     """
     return (
-        ThreadUse(count, own_rows, threads.calls().pool) if count > 1 and load_library().library is not None else None
+        ThreadUse(count, own_rows, kernel_threads.calls().pool)
+        if count > 1 and load_library().library is not None
+        else None
     )

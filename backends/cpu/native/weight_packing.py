@@ -25,10 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.cpu.native import dense, threads
+from trencadis.backends.cpu.native import dense_linear, kernel_threads
+from trencadis.backends.cpu.native.ctypes_structs import PackCall
 from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable
-from trencadis.backends.cpu.native.layouts import PackCall
-from trencadis.backends.cpu.native.panels import TYPES
+from trencadis.backends.cpu.native.quantised_weight_panels import TYPES
 from trencadis.core import envs
 from trencadis.core.checkpoint import weight_prefetch
 from trencadis.core.checkpoint.weight_prefetch import READERS, PagePopulator
@@ -133,24 +133,24 @@ def pack_rows(
     Returns:
         The packed weight, or None if oneDNN must pack.
     """
-    outputs, first, most = sum(widths), parts[0], dense.most_rows(table, dtype)
+    outputs, first, most = sum(widths), parts[0], dense_linear.most_rows(table, dtype)
     if not most or inputs % 2 or first.dtype not in TYPES:
         return None
     if any(t.dtype != first.dtype or t.shape[1] != first.shape[1] or t.stride(1) != 1 or not len(t) for t in parts):
         return None
-    named = name_of(dtype, outputs, inputs) if outputs >= dense.PANEL else None
+    named = name_of(dtype, outputs, inputs) if outputs >= dense_linear.PANEL else None
     if named is None and most < ANY and not (table.needs_no_library or own_layout):
         return None
-    depth = align_up(inputs, dense.UNITS[dtype])
-    panels = align_up(outputs, dense.PANEL) // dense.PANEL
-    rows, at, begins = np.zeros(panels * dense.PANEL, np.int64), 0, list[int]()
+    depth = align_up(inputs, dense_linear.UNITS[dtype])
+    panels = align_up(outputs, dense_linear.PANEL) // dense_linear.PANEL
+    rows, at, begins = np.zeros(panels * dense_linear.PANEL, np.int64), 0, list[int]()
     for tensor, width in zip(parts, widths, strict=True):
         step = tensor.stride(0) * tensor.element_size()
         rows[at : at + len(tensor)] = tensor.data_ptr() + np.arange(len(tensor), dtype=np.int64) * step
-        begins.append(at // dense.PANEL)
+        begins.append(at // dense_linear.PANEL)
         at += width
     call = PackCall(0, 0, first.shape[1], depth, TYPES[first.dtype], TYPES[dtype])
-    size = panels * dense.PANEL * depth * dtype.itemsize
+    size = panels * dense_linear.PANEL * depth * dtype.itemsize
     row_bytes = first.shape[1] * first.element_size()
     what = f"{str(dtype).removeprefix('torch.')} [{outputs}, {inputs}]"
     memory = pages.next_cached(what, size)
@@ -169,7 +169,9 @@ def _pack(call: PackCall, rows: NDArray[np.int64], memory: Tensor, kind: int) ->
     zeros.
     """
     call.rows, call.out = rows.ctypes.data, memory.data_ptr()
-    threads.calls().pack(ctypes.addressof(call), len(rows) // dense.PANEL, kind, threads.launch_threads())
+    kernel_threads.calls().pack(
+        ctypes.addressof(call), len(rows) // dense_linear.PANEL, kind, kernel_threads.launch_threads()
+    )
 
 
 def _matches_rows(
@@ -179,10 +181,10 @@ def _matches_rows(
 
     Comparing all panels would take as long as packing does.
     """
-    count = len(rows) // dense.PANEL
+    count = len(rows) // dense_linear.PANEL
     held = memory.view(count, -1)
     for panel in panels:
-        made, some = torch.empty_like(held[panel]), rows[panel * dense.PANEL : (panel + 1) * dense.PANEL]
+        made, some = torch.empty_like(held[panel]), rows[panel * dense_linear.PANEL : (panel + 1) * dense_linear.PANEL]
         if some[0]:
             weight_prefetch.advise_needed(int(some[0]), int(some.max()) + length)
         _pack(call, some, made, kind)
@@ -228,11 +230,11 @@ def _description(packed: Tensor) -> bytes:
 
 def _describe_shape(known: bytes, dtype: torch.dtype, outputs: int, inputs: int) -> bytes:
     """Returns the layout description ``known``, rewritten for another shape."""
-    held, depth = bytearray(known), align_up(inputs, dense.UNITS[dtype])
+    held, depth = bytearray(known), align_up(inputs, dense_linear.UNITS[dtype])
     for at, values in (
         (SIZES, (outputs, inputs)),
-        (FILLED, (align_up(outputs, dense.PANEL), depth)),
-        (STRIDE, (dense.PANEL * depth,)),
+        (FILLED, (align_up(outputs, dense_linear.PANEL), depth)),
+        (STRIDE, (dense_linear.PANEL * depth,)),
     ):
         for i, value in enumerate(values):
             held[at + 8 * i : at + 8 * i + 8] = value.to_bytes(8, "little")

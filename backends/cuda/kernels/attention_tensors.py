@@ -17,7 +17,8 @@ from trencadis.core.errors import StartupError
 
 
 class ItemAttn(NamedTuple):
-    """A ragged launch as work items (launches/work_items.py). The bucket's surplus tokens belong to row ``rows``.
+    """A ragged launch as work items (launches/attention_work_items.py). The bucket's surplus tokens belong to row
+    ``rows``.
 
     Item i: a block of queries from token ``item_token[i]`` of row ``item_row[i]`` on (-1: no item) attends to the keys
     ``item_begin[i] : item_stop[i]`` of that row as far as they are visible. Its result is partial result
@@ -46,7 +47,7 @@ class SingleAttn(ItemAttn):
 
 
 class CrossAttentionItems(NamedTuple):
-    """``core.device.launch_tensors.CrossAttentionTensors`` as work items (launches/work_items.py).
+    """``core.device.launch_tensors.CrossAttentionTensors`` as work items (launches/attention_work_items.py).
 
     Item i: the block of queries from token ``cross_token[i]`` of the launch on (-1: no item) attends to the images
     whose columns of ``reach`` are ``cross_unit[i] : cross_last[i]``, as far as each token sees them. Its result is

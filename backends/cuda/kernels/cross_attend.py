@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import attention_tensors, online_softmax, tiles
+from trencadis.backends.cuda.kernels import attention_tensors, online_softmax, tile_sizes
 from trencadis.backends.cuda.kernels.attention_tensors import CrossAttentionItems, SingleCrossAttention
 from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import DRAWN, IMAGE_SPAN, cross_attention_lanes
 
@@ -69,19 +69,19 @@ def cross_attend(
     lanes, groups = results.values.shape[2], k.shape[1] // d
     attention_tensors.check_cross_attention(q, k, v, items, out)
     group = heads // groups
-    tile = tiles.pick("attend_pictures", q, group, "one" if lanes == DRAWN else "many")
+    tile = tile_sizes.pick("attend_pictures", q, group, "one" if lanes == DRAWN else "many")
     subs, slabs = lanes // tile.m, lanes // SLAB
     pictures_kernel[(groups * subs, items.cross_token.shape[0])](
         out, results.values, results.weight, q, k, v, items.unit_row, items.reach, items.times, items.cross_token,
         items.cross_unit, items.cross_last, items.cross_begin, items.cross_part, tokens, items.reach.shape[1],
         scale * online_softmax.LOG2E.value,
-        GROUP=group, D=d, LANES=tiles.lanes(d), M=tile.m, N=tile.n, BLOCK=lanes, SUBS=subs, SPAN=IMAGE_SPAN,
+        GROUP=group, D=d, LANES=tile_sizes.lanes(d), M=tile.m, N=tile.n, BLOCK=lanes, SUBS=subs, SPAN=IMAGE_SPAN,
         Q_TOKEN=q.stride(0), ROW=k.stride(0), OUT_TOKEN=out.stride(0), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     pictures_join_kernel[(groups * slabs, items.merge_token.shape[0])](
         out, results.values, results.weight, items.merge_token, items.merge_part, tokens,
-        GROUP=group, D=d, LANES=tiles.lanes(d), BLOCK=lanes, SLAB=SLAB, SLABS=slabs, AHEAD=AHEAD,
-        OUT_TOKEN=out.stride(0), num_warps=max(tiles.lanes(d) // WARP_LANES, LEAST_WARPS),
+        GROUP=group, D=d, LANES=tile_sizes.lanes(d), BLOCK=lanes, SLAB=SLAB, SLABS=slabs, AHEAD=AHEAD,
+        OUT_TOKEN=out.stride(0), num_warps=max(tile_sizes.lanes(d) // WARP_LANES, LEAST_WARPS),
     )  # fmt: skip
 
 

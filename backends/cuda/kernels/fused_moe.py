@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import tiles
+from trencadis.backends.cuda.kernels import tile_sizes
 from trencadis.backends.cuda.kernels.activation import KINDS, adjust_up, apply_activation
-from trencadis.backends.cuda.kernels.tiles import power
+from trencadis.backends.cuda.kernels.tile_sizes import power
 
 CHUNK = 1024
 """Number of pairs that one program counts."""
@@ -199,11 +199,11 @@ def check(x: Tensor, scores: Tensor, w: StackedExperts, kind: str) -> None:
     assert w.gate_up.dtype == w.down.dtype == x.dtype
 
 
-def tile_of(x: Tensor, pairs: int, count: int, alike: bool) -> tiles.Tile:
+def tile_of(x: Tensor, pairs: int, count: int, alike: bool) -> tile_sizes.Tile:
     """Returns the tile; m: pairs, n: columns. The table's ``head`` and ``group`` have no meaning here."""
     length = "few" if not alike and pairs <= FEW * count else "many"
-    found = tiles.FORCED.get("experts")
-    return found or tiles.find("experts", tiles.arch_of(x.device), x.dtype.itemsize * 8, 0, 0, length)
+    found = tile_sizes.FORCED.get("experts")
+    return found or tile_sizes.find("experts", tile_sizes.arch_of(x.device), x.dtype.itemsize * 8, 0, 0, length)
 
 
 def _up(x: Tensor, w: StackedExperts, r: Routes, top: int, kind: str, out: Tensor, sizes: dict[str, int]) -> None:

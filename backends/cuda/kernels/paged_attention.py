@@ -2,9 +2,9 @@
 
 An item packs the query heads of one KV head over some tokens of one row, so that grouped queries fill the tensor cores
 and each key is read once for all of them; tiles of keys that every query sees are computed without a mask. Items are
-data (launches/work_items.py). Items of a block whose keys are cut leave partial results, which a second kernel joins in
-the order of their keys. Grids: (KV heads times tiles of a block, items) and (KV heads times slabs, joins), fixed by the
-bucket; unused programs end at once.
+data (launches/attention_work_items.py). Items of a block whose keys are cut leave partial results, which a second
+kernel joins in the order of their keys. Grids: (KV heads times tiles of a block, items) and (KV heads times slabs,
+joins), fixed by the bucket; unused programs end at once.
 
 ``--batch-invariant`` cuts at multiples of SPAN keys. An item of several spans attends to each by itself and joins them
 as the second kernel would, so that a token has the same bits wherever its keys are cut.
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import attention_tensors, online_softmax, quantised_kv_attention, tiles
+from trencadis.backends.cuda.kernels import attention_tensors, online_softmax, quantised_kv_attention, tile_sizes
 from trencadis.backends.cuda.kernels.attention_tensors import ItemAttn, SingleAttn
 from trencadis.backends.cuda.kernels.layers import dependent_launch
 from trencadis.backends.cuda.kernels.paged_attention_loop import KeyRanges, PagedKeys, attend_reach, start_run
@@ -80,16 +80,16 @@ def attend_text(
     group, lanes, single = heads // groups, block_lanes(attn, tokens, alike), isinstance(attn, SingleAttn)
     kind = "attend_decode" if single else "attend_prefill"
     length = "any" if single else "short" if lanes_of(tokens, alike) < lanes_of(FEW, False) else "long"
-    tile = tiles.pick(kind if kv.k_scale is None else f"{kind}_codes", q, group, length)
+    tile = tile_sizes.pick(kind if kv.k_scale is None else f"{kind}_codes", q, group, length)
     each = 1 if single else max(lanes // (planned or group), 1)
-    lanes = min(lanes, tiles.power(each * group)) if planned else lanes
+    lanes = min(lanes, tile_sizes.power(each * group)) if planned else lanes
     subs, rows = max(lanes // tile.m, 1), attn.context.shape[0]
     items_kernel[(groups * subs, attn.item_row.shape[0])](
         out, partial.values, partial.weight, q, kv.k, kv.v, attn.row_start, attn.context, attn.blocks,
         attn.block_start, attn.item_row, attn.item_token, attn.item_begin, attn.item_stop, attn.item_part,
         attn.context if attn.upto is None else attn.upto, rows, scale * online_softmax.LOG2E.value,
         partial.weight if sinks is None else sinks, *quantised_kv_attention.pointers(kv),
-        GROUP=group, D=d, LANES=tiles.lanes(d), M=tile.m, N=tile.n, BLOCK=kv.k.shape[1], TOKENS=each, SUBS=subs,
+        GROUP=group, D=d, LANES=tile_sizes.lanes(d), M=tile.m, N=tile.n, BLOCK=kv.k.shape[1], TOKENS=each, SUBS=subs,
         PART=partial.weight.shape[3], Q_TOKEN=q.stride(0), KV_TOKEN=kv.k.stride(1), OUT_TOKEN=out.stride(0),
         WINDOW=window, UPTO=attn.upto is not None, ONE=single, SPAN=SPAN if alike else 0, SINKS=sinks is not None,
         **quantised_kv_attention.constants(kv),
@@ -112,7 +112,7 @@ def join(
     join_kernel[(groups * slabs, attn.join_row.shape[0])](
         out, partial.values, partial.weight, attn.row_start, attn.join_row, attn.join_token, attn.join_part,
         partial.weight if sinks is None else sinks,
-        GROUP=group, D=d, LANES=tiles.lanes(d), TOKENS=each, PART=partial.weight.shape[3], SLAB=slab, SLABS=slabs,
+        GROUP=group, D=d, LANES=tile_sizes.lanes(d), TOKENS=each, PART=partial.weight.shape[3], SLAB=slab, SLABS=slabs,
         PIECES=1 if alike else PIECES_SINGLE if single else PIECES, OUT_TOKEN=out.stride(0), DEPENDENT=depends,
         SINKS=sinks is not None, num_warps=SLAB if alike else JOIN_WARPS, **dependent_launch.options(depends),
     )  # fmt: skip

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import online_softmax, tiles
+from trencadis.backends.cuda.kernels import online_softmax, tile_sizes
 from trencadis.backends.cuda.kernels.paged_attention_loop import RunningAttention, ids_of, slots_of
 from trencadis.core.device.backend import LayerKV
 from trencadis.core.kv_cache_format import FP8, INT8, LEAST_SCALES, TOPS
@@ -78,7 +78,7 @@ def store(k: Tensor, v: Tensor, kv: LayerKV, slot_map: Tensor) -> None:
     name = INT8 if kv.k.dtype == torch.int8 else FP8
     codes_kernel[(tokens, 2)](
         kv.k, kv.v, *pointers(kv), kv.k if kv.static is None else kv.static, slot_map, k, v,
-        GROUPS=groups, D=d, LANES=tiles.lanes(d), GROUP_LANES=tiles.power(groups), K_TOKEN=k.stride(0),
+        GROUPS=groups, D=d, LANES=tile_sizes.lanes(d), GROUP_LANES=tile_sizes.power(groups), K_TOKEN=k.stride(0),
         V_TOKEN=v.stride(0), STATIC=kv.static is not None, TOP=TOPS[name], LEAST=LEAST_SCALES[name],
         **constants(kv), num_warps=4,
     )  # fmt: skip

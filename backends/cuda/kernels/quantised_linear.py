@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from trencadis.backends.cuda.kernels import tiles
+from trencadis.backends.cuda.kernels import tile_sizes
 from trencadis.backends.cuda.weights.quantised_weight import (
     E4M3,
     INT4,
@@ -94,15 +94,17 @@ def pieces(features: int, steps: int, n: int) -> int:
     return max(min(-(-PROGRAMS // -(-features // n)), steps // LEAST_STEPS), 1)
 
 
-def tile_of(w: QuantisedWeight, rows: int, dtype: torch.dtype, device: torch.device) -> tiles.Tile:
+def tile_of(w: QuantisedWeight, rows: int, dtype: torch.dtype, device: torch.device) -> tile_sizes.Tile:
     """Returns the tile; m: rows, n: output features.
 
     The table's ``head`` is the bits of a code; its ``group`` is 1 where groups have scales, which take a second sum.
     """
     length = "few" if rows <= FEW else "some" if rows <= SOME else "many"
     bits = 4 if w.kind == INT4 else 8
-    found = tiles.FORCED.get("quantised")
-    return found or tiles.find("quantised", tiles.arch_of(device), dtype.itemsize * 8, bits, int(w.group > 0), length)
+    found = tile_sizes.FORCED.get("quantised")
+    return found or tile_sizes.find(
+        "quantised", tile_sizes.arch_of(device), dtype.itemsize * 8, bits, int(w.group > 0), length
+    )
 
 
 def is_packed(dtype: torch.dtype) -> bool:
@@ -112,7 +114,7 @@ def is_packed(dtype: torch.dtype) -> bool:
 
 def converts(w: QuantisedWeight, device: torch.device) -> bool:
     """True if the card has a conversion of its own for the weight's 8-bit floats."""
-    return w.kind == E4M3 and tiles.arch_of(device) >= ROUNDS_FLOATS and not knobs.runtime.interpret
+    return w.kind == E4M3 and tile_sizes.arch_of(device) >= ROUNDS_FLOATS and not knobs.runtime.interpret
 
 
 def _multiply_decoded(x: Tensor, w: QuantisedWeight, out: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import attention_tensors, tiles
+from trencadis.backends.cuda.kernels import attention_tensors, tile_sizes
 
 
 def rotary(positions: Tensor, inv_freq: Tensor, axis: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -28,7 +28,7 @@ def rotary(positions: Tensor, inv_freq: Tensor, axis: Tensor, cos: Tensor, sin: 
     assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape
     rotary_kernel[(tokens,)](
         cos, sin, positions, inv_freq, axis, *positions.stride(),
-        HALF=d // 2, LANES=tiles.power(d // 2), num_warps=1,
+        HALF=d // 2, LANES=tile_sizes.power(d // 2), num_warps=1,
     )  # fmt: skip
 
 
@@ -52,8 +52,9 @@ def rope_store(
     d, heads, groups = q.shape[2], q.shape[1], k.shape[1]
     rope_kernel[(q.shape[0],)](
         out, k_cache, q, k, cos, sin, slot_map, v_cache, v,
-        HEADS=heads, GROUPS=groups, D=d, HALF_LANES=tiles.power(d // 2), LANES=tiles.lanes(d),
-        HEAD_LANES=tiles.power(heads), GROUP_LANES=tiles.power(groups), Q_TOKEN=q.stride(0), K_TOKEN=k.stride(0),
+        HEADS=heads, GROUPS=groups, D=d, HALF_LANES=tile_sizes.power(d // 2), LANES=tile_sizes.lanes(d),
+        HEAD_LANES=tile_sizes.power(heads), GROUP_LANES=tile_sizes.power(groups), Q_TOKEN=q.stride(0),
+        K_TOKEN=k.stride(0),
         V_TOKEN=v.stride(0), OUT_TOKEN=out.stride(0), K_OUT_TOKEN=groups * d, STORE=True, num_warps=4,
     )  # fmt: skip
 
@@ -65,9 +66,10 @@ def rope_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k
     d, heads, groups = q.shape[2], q.shape[1], k.shape[1]
     rope_kernel[(q.shape[0],)](
         q_out, k_out, q, k, cos, sin, cos, k_out, k,
-        HEADS=heads, GROUPS=groups, D=d, HALF_LANES=tiles.power(d // 2), LANES=tiles.lanes(d),
-        HEAD_LANES=tiles.power(heads), GROUP_LANES=tiles.power(groups), Q_TOKEN=q.stride(0), K_TOKEN=k.stride(0),
-        V_TOKEN=0, OUT_TOKEN=q_out.stride(0), K_OUT_TOKEN=k_out.stride(0), STORE=False, num_warps=4,
+        HEADS=heads, GROUPS=groups, D=d, HALF_LANES=tile_sizes.power(d // 2), LANES=tile_sizes.lanes(d),
+        HEAD_LANES=tile_sizes.power(heads), GROUP_LANES=tile_sizes.power(groups),
+        Q_TOKEN=q.stride(0), K_TOKEN=k.stride(0), V_TOKEN=0, OUT_TOKEN=q_out.stride(0), K_OUT_TOKEN=k_out.stride(0),
+        STORE=False, num_warps=4,
     )  # fmt: skip
 
 

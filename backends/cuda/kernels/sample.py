@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels.sample_chunks import (
+from trencadis.backends.cuda.kernels.sample_chunk_summaries import (
     GREEDY_BELOW,
     count_better,
     find_best_ids,

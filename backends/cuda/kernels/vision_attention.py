@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import attention_tensors, online_softmax, tiles
+from trencadis.backends.cuda.kernels import attention_tensors, online_softmax, tile_sizes
 from trencadis.backends.cuda.kernels.attention_tensors import CudaSegments
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
@@ -29,7 +29,7 @@ def attend_windows(q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: fl
     """
     attention_tensors.check_packed(q, k, v, out)
     slots, heads, d = q.shape
-    tile = tiles.pick("attend_windows", q, 1)
+    tile = tile_sizes.pick("attend_windows", q, 1)
     lanes, tail = halves(d)
     windows_kernel[(heads, slots // tile.m)](
         out, q, k, v, seg.real, scale * online_softmax.LOG2E.value,
@@ -50,7 +50,7 @@ def attend_images(
     """
     attention_tensors.check_packed(q, k, v, out)
     slots, heads, d = q.shape
-    tile = tiles.pick("attend_images", q, 1, "short" if alike or slots < SHORT else "long")
+    tile = tile_sizes.pick("attend_images", q, 1, "short" if alike or slots < SHORT else "long")
     lanes, tail = halves(d)
     images_kernel[(triton.cdiv(slots, tile.m), heads)](
         out, q, k, v, seg.segment, seg.real, seg.first, seg.stop, seg.whole, seg.order, slots,
@@ -67,9 +67,9 @@ def halves(d: int) -> tuple[int, int]:
 
     A head of 80 in two parts has 64 and 16 lanes, where one part would have 128; a head of 72 fills half of its second.
     """
-    whole = tiles.power(d) // 2
-    tail = tiles.lanes(d - whole)
-    return (whole, tail) if tail < whole else (tiles.lanes(d), 0)
+    whole = tile_sizes.power(d) // 2
+    tail = tile_sizes.lanes(d - whole)
+    return (whole, tail) if tail < whole else (tile_sizes.lanes(d), 0)
 
 
 SHORT = 1024

@@ -36,6 +36,7 @@ from trencadis.backends.cuda.kernels.attention_tensors import (
     SingleAttn,
     SingleCrossAttention,
 )
+from trencadis.backends.cuda.launches.attention_work_items import LaunchPlans, first_rows_of
 from trencadis.backends.cuda.launches.input_buffer_bytes import (
     ItemCapacity,
     block_tokens,
@@ -43,7 +44,6 @@ from trencadis.backends.cuda.launches.input_buffer_bytes import (
     cross_attention_capacity,
     item_capacity,
 )
-from trencadis.backends.cuda.launches.work_items import LaunchPlans, first_rows_of
 from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device.backend import Inputs, TextTensors, VisionTensors

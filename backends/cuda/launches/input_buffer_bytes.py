@@ -14,7 +14,7 @@ from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import (
 )
 from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens
 from trencadis.core.cross_attention_inputs import planned_units
-from trencadis.core.device_policy import InputSizes
+from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.request import MAX_BIAS
 
 ALIGNMENT = 256
@@ -39,7 +39,7 @@ def align_up(size: int) -> int:
 
 
 class ItemCapacity(NamedTuple):
-    """Capacity of a bucket for work items (launches/work_items.py).
+    """Capacity of a bucket for work items (launches/attention_work_items.py).
 
     ``parts`` bounds partial results; a block that is cut has at least two. ``shares``: number of longest pieces into
     which the work of a KV head is divided. ``span``: cuts are at multiples of it; 0: anywhere.

@@ -6,9 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trencadis.backends.hpu.attention import block_decode, prefill, vision, window_attention
+from trencadis.backends.hpu.attention import (
+    block_decode_attention,
+    prefill_attention,
+    vision_tower_attention,
+    window_attention,
+)
 from trencadis.backends.hpu.attention.attention_inputs import BlockDecodeAttn, ContextAttn, FreshAttn, MaskedSegments
-from trencadis.backends.hpu.attention.softmax import AttentionKernels
+from trencadis.backends.hpu.attention.attention_softmax import AttentionKernels
 from trencadis.core.device.backend import Attn, Segments
 
 
@@ -60,11 +65,13 @@ class AttnPreparation:
     def _compute_for(self, attn: Any, window: int, groups: int) -> Any:
         if isinstance(attn, BlockDecodeAttn):  # no match statement: not every Dynamo since torch 2.6 traces its classes
             form = self.form
-            return block_decode.prepare_decode(attn, form.heads, groups, self.size, form.fp32, form.dtype, window)
+            return block_decode_attention.prepare_decode(
+                attn, form.heads, groups, self.size, form.fp32, form.dtype, window
+            )
         if isinstance(attn, ContextAttn):
             if window:
                 return window_attention.prepare_context(attn, window, self.size, self.kernels)
-            return prefill.prepare_context(attn, self.size, self.slice_tokens)
+            return prefill_attention.prepare_context(attn, self.size, self.slice_tokens)
         return window_attention.prepare_fresh(attn, window, self.kernels)
 
     def attach(self, attn: Any, computed: tuple[Any, ...]) -> Any:
@@ -93,7 +100,7 @@ class SegmentPreparation:
     def compute(self, seg: Segments, merged: int = 1) -> MaskedSegments:
         """Returns the masks of layers with a row for ``merged`` slots, without the tensors of ``seg``."""
         few = seg if merged == 1 else seg._replace(real=seg.real // merged)
-        return vision.prepare_segments(few)._replace(segment=None, real=None)  # type: ignore[arg-type]
+        return vision_tower_attention.prepare_segments(few)._replace(segment=None, real=None)  # type: ignore[arg-type]
 
     def attach(self, seg: Segments, computed: MaskedSegments) -> MaskedSegments:
         """Returns the masks with the tensors of ``seg``."""

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.attention.attention_inputs import ContextAttn, FreshAttn
-from trencadis.backends.hpu.attention.softmax import (
+from trencadis.backends.hpu.attention.attention_softmax import (
     AttentionKernels,
     mask_rows,
     plain,
     plain_rows,
     softmax_mode,
 )
-from trencadis.backends.hpu.bridge import fused_attention
+from trencadis.backends.hpu.habana_bridge import fused_attention
 
 
 class MaskedTile(NamedTuple):

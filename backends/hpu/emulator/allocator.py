@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trencadis.backends.hpu.emulator.card_profiles import Profile
-from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
+from trencadis.backends.hpu.emulator.emulated_errors import EmulatedOutOfMemory
 
 ALIGNMENT = 128
 """Every piece is rounded up to a multiple of this many bytes."""

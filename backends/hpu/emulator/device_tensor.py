@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.emulator import refusals
+from trencadis.backends.hpu.emulator import emulated_errors
 from trencadis.backends.hpu.emulator.allocator import Allocator, LiveBytes, Store
 from trencadis.backends.hpu.emulator.card_profiles import Profile
 from trencadis.backends.hpu.emulator.emulated_recipe_cache import Clock
@@ -87,7 +87,7 @@ class DeviceTensor(Tensor):
     @staticmethod
     def __new__(cls, held: Tensor, store: Store, owner: TensorOwner, is_view: bool) -> DeviceTensor:
         if held.dtype in MISSING:
-            raise refusals.missing_type(held.dtype)
+            raise emulated_errors.missing_type(held.dtype)
         made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             held.size(),
@@ -112,16 +112,16 @@ class DeviceTensor(Tensor):
         return f"DeviceTensor({list(self.shape)}, {self.dtype})"
 
     def numpy(self, *, force: bool = False) -> Any:
-        raise refusals.host_read("numpy")
+        raise emulated_errors.host_read("numpy")
 
     def tolist(self) -> Any:
-        raise refusals.host_read("tolist")
+        raise emulated_errors.host_read("tolist")
 
     def data_ptr(self) -> int:
-        raise refusals.host_read("data_ptr")
+        raise emulated_errors.host_read("data_ptr")
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        raise refusals.host_read("numpy.asarray")
+        raise emulated_errors.host_read("numpy.asarray")
 
 
 NODES = (tuple, list, dict)

@@ -14,18 +14,18 @@ from torch import Tensor
 from torch.library import Library
 
 import trencadis.backends.hpu.emulator.emulated_recipe_cache as recipe_cache
-from trencadis.backends.hpu.bridge import EmulatedBridge, EmulatorHooks, is_out_of_memory
 from trencadis.backends.hpu.collectives import all_reduce, concat_columns, gather_rows, receive, send
-from trencadis.backends.hpu.emulator import refusals
+from trencadis.backends.hpu.emulator import emulated_errors
 from trencadis.backends.hpu.emulator.card_profiles import RELEASE, profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.emulator.emulated_errors import parse
 from trencadis.backends.hpu.emulator.emulated_recipe_cache import SavedRecipes
 from trencadis.backends.hpu.emulator.fused_kernels import BLOCKWISE, Kernels, check_summable
 from trencadis.backends.hpu.emulator.hpu_graphs import wrap
-from trencadis.backends.hpu.emulator.refusals import parse
 from trencadis.backends.hpu.emulator.transfers import QueueEvent
-from trencadis.backends.hpu.policy import TENSOR_CACHE
+from trencadis.backends.hpu.habana_bridge import EmulatedBridge, EmulatorHooks, is_out_of_memory
+from trencadis.backends.hpu.shape_policy import TENSOR_CACHE
 from trencadis.backends.hpu.start.gaudi_detection import WORLD_SIZE
 from trencadis.core.errors import StartupError
 
@@ -175,7 +175,7 @@ class Collectives:
     def _require_memory(self, name: str) -> None:
         """Raises Refused where the card was opened as that of a single rank."""
         if not self.device.hccl_memory:
-            raise refusals.no_hccl_memory(name)
+            raise emulated_errors.no_hccl_memory(name)
 
     def _keep_in_graph(self, x: Tensor) -> Tensor:
         """Charges the result of a collective to the graph that keeps it, whatever the graph's cache settings are."""

@@ -26,11 +26,11 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupport
 from torch.utils._python_dispatch import _disable_current_modes
 
-from trencadis.backends.hpu.emulator import refusals
+from trencadis.backends.hpu.emulator import emulated_errors
 from trencadis.backends.hpu.emulator.card_profiles import OpTable
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE, DeviceTensor, TensorOwner, flatten, rebuild
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.emulator.launch_scope import RegionRecords
+from trencadis.backends.hpu.emulator.launch_op_recorder import RegionRecords
 from trencadis.backends.hpu.hccl_comm import HpuComm
 from trencadis.backends.hpu.ops import HpuOps
 
@@ -420,7 +420,7 @@ class Compiler:
 def _require_device_tensor(tensor: DeviceTensor | None, node: Node) -> DeviceTensor:
     """Returns the device tensor that enters a graph; raises Refused for a host tensor."""
     if tensor is None:
-        raise refusals.host_mixed(f"{node.name} ({line_of(next(iter(node.users)))})")
+        raise emulated_errors.host_mixed(f"{node.name} ({line_of(next(iter(node.users)))})")
     return tensor
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.emulator import refusals
+from trencadis.backends.hpu.emulator import emulated_errors
 from trencadis.backends.hpu.emulator.allocator import Allocator, Store
 from trencadis.backends.hpu.emulator.card_profiles import OpTable, Profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE, DeviceTensor, flatten, rebuild
+from trencadis.backends.hpu.emulator.emulated_errors import EmulatedFaults
 from trencadis.backends.hpu.emulator.emulated_recipe_cache import Clock
-from trencadis.backends.hpu.emulator.launch_scope import CaptureRecording, Scope, leaf_key
+from trencadis.backends.hpu.emulator.launch_op_recorder import CaptureRecording, Scope, leaf_key
 from trencadis.backends.hpu.emulator.op_rules import META_CACHE, check_call, check_indices, find_mutated_args, is_view
-from trencadis.backends.hpu.emulator.refusals import EmulatedFaults
 from trencadis.backends.hpu.emulator.transfers import DeviceQueue, Transfers, check_int32
 
 aten = torch.ops.aten
@@ -115,16 +115,16 @@ class EmulatedDevice:
     def _on_the_host(self, name: str, why: str, leaves: list[Any], capture: bool) -> None:
         """Counts and charges an operation that the bridge sends to the host's CPU; raises Refused in a capture."""
         if capture:
-            raise refusals.fallback_in_capture(name, why)
+            raise emulated_errors.fallback_in_capture(name, why)
         moved = sum(t.numel() * t.element_size() for t in leaves if isinstance(t, DeviceTensor))
         self.clock.add_seconds(moved / self.profile.host_copy)
-        self.clock.count_event("cpu_fallback", f"{name}: {why}: {refusals.line_of_code()}")
+        self.clock.count_event("cpu_fallback", f"{name}: {why}: {emulated_errors.line_of_code()}")
 
     def kernel(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a fused operation: computed by plain torch, counted as one operation on the device."""
         for leaf in flatten((args, kwargs)):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DeviceTensor):
-                raise refusals.host_mixed(function.__name__)
+                raise emulated_errors.host_mixed(function.__name__)
         if self.scope is None:
             return self.execute(function, function.__name__, args, kwargs)
         with torch.utils._python_dispatch._disable_current_modes():
@@ -174,7 +174,7 @@ class EmulatedDevice:
             if id(leaf) in inputs:
                 same = inputs[id(leaf)]
                 if same.shape != leaf.shape:
-                    raise refusals.resized_tensor(name)
+                    raise emulated_errors.resized_tensor(name)
                 return same
             store = stores.get(leaf.untyped_storage()._cdata)
             live = scope.live if scope is not None else None
@@ -206,10 +206,10 @@ class EmulatedDevice:
             return
         if self.scope is not None:
             if self.scope.recording is not None:
-                raise refusals.view_update(name)
+                raise emulated_errors.view_update(name)
             return
         if target.store.captured:
-            raise refusals.new_version(name)
+            raise emulated_errors.new_version(name)
         self.clock.run_alone(("inserted", name, target.storage_offset(), target.store.bytes, leaf_key(target)))
         self.clock.charge_copy(target.store.bytes)
 
@@ -255,7 +255,7 @@ class EmulatedDevice:
             source, target, dtype = args[0], kwargs.get("device"), kwargs.get("dtype") or args[0].dtype
             if target == DEVICE and not isinstance(source, DeviceTensor):
                 if self.scope is not None:
-                    raise refusals.host_values(name)
+                    raise emulated_errors.host_values(name)
                 return self.upload(source, dtype, non_blocking)
             if isinstance(source, DeviceTensor) and target not in (None, DEVICE):
                 return self._download(source, dtype, name, non_blocking)
@@ -271,7 +271,11 @@ class EmulatedDevice:
         if self.scope is not None:
             if isinstance(target, DeviceTensor) and source.dim() == 0:
                 return None
-            raise refusals.host_values(name) if isinstance(target, DeviceTensor) else refusals.host_read_inside(name)
+            raise (
+                emulated_errors.host_values(name)
+                if isinstance(target, DeviceTensor)
+                else emulated_errors.host_read_inside(name)
+            )
         if isinstance(target, DeviceTensor):
             self.transfers.upload(target, source, non_blocking)
         else:
@@ -281,7 +285,7 @@ class EmulatedDevice:
 
     def _download(self, source: DeviceTensor, dtype: torch.dtype, name: str, non_blocking: bool) -> Tensor:
         if self.scope is not None:
-            raise refusals.host_read_inside(name)
+            raise emulated_errors.host_read_inside(name)
         if self.computes:
             self._values(source, name)
         target = torch.empty(source.shape, dtype=dtype)
@@ -291,7 +295,7 @@ class EmulatedDevice:
 
     def _values(self, tensor: DeviceTensor, name: str) -> Tensor:
         if tensor.held.is_meta:
-            raise refusals.no_values(name)
+            raise emulated_errors.no_values(name)
         return tensor.held
 
     def _meta_tensor(self, tensor: DeviceTensor) -> Tensor:

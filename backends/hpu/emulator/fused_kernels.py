@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from trencadis.backends.hpu.bridge import AttentionPart
 from trencadis.backends.hpu.collectives import all_gather, all_reduce
-from trencadis.backends.hpu.emulator import refusals
+from trencadis.backends.hpu.emulator import emulated_errors
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.habana_bridge import AttentionPart
 
 E4M3 = torch.float8_e4m3fn
 WIDE = (torch.float32, torch.bfloat16)
@@ -336,7 +336,7 @@ class Kernels:
         if mask is not None and mask.dim() != 4:
             raise ValueError(f"the kernel takes a mask of 4 dimensions, not {mask.dim()}")
         if mask is not None and mask.shape[-2] * mask.shape[-1] * MASK_ITEM > MASK_BYTES:
-            raise refusals.mask_too_large("FusedSDPA", mask.shape[-2] * mask.shape[-1] * MASK_ITEM)
+            raise emulated_errors.mask_too_large("FusedSDPA", mask.shape[-2] * mask.shape[-1] * MASK_ITEM)
 
     def parts(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, softmax_mode: str
@@ -346,7 +346,7 @@ class Kernels:
         """
         self._check(q, k, v, mask, is_causal, softmax_mode.lower())
         if is_causal and (q.shape[2] % CAUSAL_STEP or k.shape[2] % CAUSAL_STEP):
-            raise refusals.causal_statistics(q.shape[2], k.shape[2], CAUSAL_STEP)
+            raise emulated_errors.causal_statistics(q.shape[2], k.shape[2], CAUSAL_STEP)
         if torch.compiler.is_compiling():
             parts = torch.ops.trencadis_emulator.sdpa_recomp_fwd.parts
             return AttentionPart(*parts(q, k, v, mask, is_causal, scale, softmax_mode.lower()))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.emulator import refusals
+from trencadis.backends.hpu.emulator import emulated_errors
 from trencadis.backends.hpu.emulator.device_tensor import NODES, DeviceTensor, flatten, rebuild
 
 aten = torch.ops.aten
@@ -49,18 +49,18 @@ def check_call(func: Any, args: Any, leaves: list[Any], capture: bool) -> None:
     name = str(func)
     tags = func.tags
     if func in READS or torch.Tag.data_dependent_output in tags:
-        raise refusals.host_read(name)
+        raise emulated_errors.host_read(name)
     if func in MASKED and any(isinstance(i, Tensor) and i.dtype in BOOLS for i in args[1]):
-        raise refusals.boolean_mask(name)
+        raise emulated_errors.boolean_mask(name)
     if torch.Tag.dynamic_output_shape in tags and func not in MASKED:
-        raise refusals.dynamic_shape(name)
+        raise emulated_errors.dynamic_shape(name)
     for leaf in leaves:
         if isinstance(leaf, Tensor) and not isinstance(leaf, DeviceTensor) and leaf.dim() > 0:
-            raise refusals.host_mixed(name)
+            raise emulated_errors.host_mixed(name)
     if capture:
         for target in find_mutated_args(func, args):
             if isinstance(target, DeviceTensor) and target.is_view:
-                raise refusals.view_update(name)
+                raise emulated_errors.view_update(name)
 
 
 def find_mutated_args(func: Any, args: Any) -> list[Any]:
@@ -140,7 +140,7 @@ def _require_in_range(func: Any, index: Tensor, size: int) -> None:
         return
     low, high = (int(t) for t in index.aminmax())
     if low < 0 or high >= size:
-        raise refusals.negative_index(str(func))
+        raise emulated_errors.negative_index(str(func))
 
 
 def is_view(func: Any) -> bool:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.emulator import refusals
+from trencadis.backends.hpu.emulator import emulated_errors
 from trencadis.backends.hpu.emulator.device_tensor import DeviceTensor
 
 LIMIT = 2**31
@@ -55,7 +55,7 @@ def _require_int32(name: str, tensor: Tensor) -> None:
         return
     low, high = (int(t) for t in tensor.aminmax())
     if low < -LIMIT or high >= LIMIT:
-        raise refusals.too_wide(name, high if high >= LIMIT else low)
+        raise emulated_errors.too_wide(name, high if high >= LIMIT else low)
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.habana_bridge import Bridge
 from trencadis.backends.hpu.launches.host_copies import Staging
 from trencadis.backends.hpu.launches.hpu_program import LaunchContexts
 from trencadis.backends.hpu.launches.region_compiler import own_code, part

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trencadis.backends.hpu.bridge import Bridge, is_compiler_failure, join_lines
+from trencadis.backends.hpu.habana_bridge import Bridge, is_compiler_failure, join_lines
 from trencadis.backends.hpu.launches.host_copies import (
     HostOutputPool,
     OutputSets,
@@ -22,7 +22,7 @@ from trencadis.backends.hpu.launches.host_copies import (
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
 from trencadis.backends.hpu.launches.region_compiler import is_dynamos, own_code, part
 from trencadis.backends.hpu.ops import HpuOps
-from trencadis.backends.hpu.policy import list_held_outputs
+from trencadis.backends.hpu.shape_policy import list_held_outputs
 from trencadis.core.buckets import Bucket, target_bucket
 from trencadis.core.device.backend import Body, Inputs, OutOfDeviceMemory, ProgramState
 from trencadis.core.errors import StartupError, format_error

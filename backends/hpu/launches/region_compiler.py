@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trencadis.backends.hpu.bridge import Bridge, is_compiler_failure, join_lines
+from trencadis.backends.hpu.habana_bridge import Bridge, is_compiler_failure, join_lines
 from trencadis.backends.hpu.hpu_settings import FULLGRAPH, HpuSettings
 from trencadis.core.errors import StartupError
 

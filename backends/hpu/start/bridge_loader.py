@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.bridge import AttentionPart, Bridge, is_out_of_memory
 from trencadis.backends.hpu.collectives import all_gather, all_reduce, receive, send
-from trencadis.backends.hpu.start import environment, gaudi_detection, hpu_env
+from trencadis.backends.hpu.habana_bridge import AttentionPart, Bridge, is_out_of_memory
+from trencadis.backends.hpu.start import gaudi_detection, gaudi_mode_and_env, hpu_process_setup
 from trencadis.core.errors import StartupError, format_error
 
 ADJUSTMENT_SINCE = (1, 22, 0, 494)
@@ -296,8 +296,8 @@ def open_bridge(
         StartupError: see ``environment.find_capability``; a plug-in that cannot be used; fewer cards than ranks.
     """
     env = os.environ if environ is None else environ
-    found = environment.find_capability(env, index, world)
-    settled = hpu_env.settle(env, index - rank, rank, world)
+    found = gaudi_mode_and_env.find_capability(env, index, world)
+    settled = hpu_process_setup.settle(env, index - rank, rank, world)
     env.update(settled.variables)
     for gone in settled.removed:
         env.pop(gone, None)
@@ -329,7 +329,7 @@ def open_real(environ: MutableMapping[str, str], index: int = 0, world: int = 1,
         return _open_plugin(environ, index, world, named)
     except MISMATCHED as error:
         stack = gaudi_detection.find_stack()
-        raise StartupError(environment.unusable_message(format_error(error), environ, stack)) from None
+        raise StartupError(gaudi_mode_and_env.unusable_message(format_error(error), environ, stack)) from None
 
 
 def _acquire_card(hpu: Any, index: int, world: int, named: bool) -> None:
@@ -387,7 +387,7 @@ def _open_plugin(environ: MutableMapping[str, str], index: int, world: int, name
         hpu: Any = import_module("habana_frameworks.torch.hpu")
         import_module("habana_frameworks.torch.distributed.hccl")  # registers the backend "hccl"
     is_lazy: Callable[[], bool] = import_module("habana_frameworks.torch.utils.internal").is_lazy
-    wrong = environment.mode_conflict(environ, is_lazy())
+    wrong = gaudi_mode_and_env.mode_conflict(environ, is_lazy())
     if wrong is not None:
         raise StartupError(wrong)
     wrap: Any = hpu.wrap_in_hpu_graph if is_lazy() else None

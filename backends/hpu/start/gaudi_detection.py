@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trencadis.core.errors import StartupError
-from trencadis.core.process import torch_env
+from trencadis.core.process import torch_detection
 
 VENDOR = "0x1da3"
 ROOT = "TRENCADIS_MACHINE_ROOT"
@@ -217,7 +217,7 @@ class Stack:
             return f"{MODULE} is there without the package {PLUGIN} (half installed): {remedy(self)}"
         if not self.module:
             return f"{PLUGIN} {self.plugin} is listed and its module {MODULE} is gone (half installed): {remedy(self)}"
-        wanted, have = torch_env.numbers(self.built_for), torch_env.numbers(self.torch)
+        wanted, have = torch_detection.numbers(self.built_for), torch_detection.numbers(self.torch)
         if self.torch is None:
             return f"{PLUGIN} {self.plugin} is installed and torch is not: {remedy(self)}"
         if wanted is not None and have is not None and wanted != have:
@@ -230,8 +230,8 @@ class Stack:
 
 def find_stack() -> Stack:
     """Finds the stack of this Python without importing it."""
-    torch = torch_env.find_torch()
-    folder = torch_env.package_folder(MODULE)
+    torch = torch_detection.find_torch()
+    folder = torch_detection.package_folder(MODULE)
     torch_folder = Path(folder, "torch") if folder else None
     built_for = None
     if torch_folder is not None:
@@ -255,7 +255,7 @@ def plugin_version() -> str | None:
 
 def release(plugin: str | None) -> tuple[int, int] | None:
     """Returns the Gaudi release of a plug-in: ``1.23.1.25`` is of (1, 23); None if the version cannot be parsed."""
-    return torch_env.numbers(plugin)
+    return torch_detection.numbers(plugin)
 
 
 class PointRelease(NamedTuple):
@@ -290,7 +290,7 @@ def compiles(torch: str | None) -> bool:
     """Returns True if torch's compiler traces every launch as one graph and shares compiled code between equal
     layers.
     """
-    found = torch_env.numbers(torch)
+    found = torch_detection.numbers(torch)
     return found is None or found >= COMPILES_FROM
 
 
@@ -329,6 +329,6 @@ def release_of(torch: str | None) -> str:
     said = re.search(r"\+hpu[_.-](\d+\.\d+\.\d+)", torch or "")
     if said:
         return said[1]
-    have = torch_env.numbers(torch)
-    known = [r for r, of in TORCH_OF.items() if have is not None and torch_env.numbers(of) == have]
+    have = torch_detection.numbers(torch)
+    known = [r for r, of in TORCH_OF.items() if have is not None and torch_detection.numbers(of) == have]
     return ".".join(map(str, max(known))) if known else ""

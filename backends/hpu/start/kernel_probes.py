@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from trencadis.backends.hpu.bridge import Bridge, emulator_hooks, fused_attention
 from trencadis.backends.hpu.fused_experts import check_experts, check_fp8_experts
+from trencadis.backends.hpu.habana_bridge import Bridge, emulator_hooks, fused_attention
 from trencadis.backends.hpu.hpu_settings import settings
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.recurrent_check import check_recurrent

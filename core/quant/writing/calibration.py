@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
+from trencadis.core.checkpoint.checkpoint_weight_source import CheckpointSource
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, reserved_rows
+from trencadis.core.checkpoint.model_registry import family_of
 from trencadis.core.checkpoint.pooling_config import Pooling
-from trencadis.core.checkpoint.registry import family_of
-from trencadis.core.checkpoint.weight_source import StackedPart, WeightSource, stack
+from trencadis.core.checkpoint.weight_source_interface import StackedPart, WeightSource, stack
 from trencadis.core.device import backend as devices
 from trencadis.core.device.backend import (
     Attn,

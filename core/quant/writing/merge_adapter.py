@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trencadis.core.checkpoint.checkpoint_source import canonical, fused_parts
+from trencadis.core.checkpoint.checkpoint_weight_source import canonical, fused_parts
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.registry import family_of
-from trencadis.core.checkpoint.weight_loader import FLOATS, read_file
+from trencadis.core.checkpoint.model_registry import family_of
+from trencadis.core.checkpoint.weight_file_reader import FLOATS, read_file
 from trencadis.core.errors import StartupError
 from trencadis.core.lora.adapter_files import read_adapter
 from trencadis.core.lora.adapter_store import MatrixAdapter, load_matrices

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from trencadis.core.checkpoint.weight_loader import DTYPES
+from trencadis.core.checkpoint.weight_file_reader import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"

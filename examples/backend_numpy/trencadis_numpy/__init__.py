@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from trencadis.core.device.backend import Backend, BackendConfig
-from trencadis.core.device_policy import Policy
+from trencadis.core.device_shape_policy import Policy
 from trencadis.core.errors import StartupError
 from trencadis_numpy.backend import POLICY, NumpyBackend
 

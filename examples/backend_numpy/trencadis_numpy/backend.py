@@ -12,7 +12,7 @@ from trencadis.backends.cpu.backend import CpuMemory
 from trencadis.backends.cpu.gloo_comm import SingleRank
 from trencadis.core.buckets import MIXED_AXES, Bucket, Stage
 from trencadis.core.device.backend import BackendConfig, Body, Inputs, TensorsOut, host_output
-from trencadis.core.device_policy import Policy
+from trencadis.core.device_shape_policy import Policy
 from trencadis_numpy.ops import NumpyOps
 from trencadis_numpy.programs import NumpyProgram
 

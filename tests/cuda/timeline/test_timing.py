@@ -11,16 +11,16 @@ import pytest
 from benchmarks.gpu.times import MODELS, PUBLISHED, Published, estimate, text_of
 from benchmarks.host.step import Load
 from benchmarks.host.timeline import played, recorded
-from trencadis.backends.cuda.timing import kernel_times, time_report
-from trencadis.backends.cuda.timing.kernel_times import (
+from trencadis.backends.cuda.time_estimates import kernel_times, time_report
+from trencadis.backends.cuda.time_estimates.kernel_times import (
     COLLECTIVE,
     PRODUCT,
     RecordedKernel,
     compute_kernel_seconds,
     time_of,
 )
-from trencadis.backends.cuda.timing.meta_launch_recorder import DecodeRecorder
-from trencadis.backends.cuda.timing.time_report import HostStep, simulate_timeline
+from trencadis.backends.cuda.time_estimates.meta_launch_recorder import DecodeRecorder
+from trencadis.backends.cuda.time_estimates.time_report import HostStep, simulate_timeline
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.devices import timer
 from trencadis.core.errors import StartupError

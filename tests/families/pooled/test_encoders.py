@@ -19,11 +19,11 @@ from trencadis import LLM
 from trencadis.backends.conformance.check_model.checkpoint_checks import CheckedModel, run
 from trencadis.backends.conformance.check_model.cpu_reference_model import CpuReferenceModel
 from trencadis.backends.cpu import pick_policy
-from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
+from trencadis.core.checkpoint.checkpoint_weight_source import CheckpointSource
 from trencadis.core.checkpoint.model_config import PRE, RMS, ImageNeeds, ModelConfig
-from trencadis.core.checkpoint.pooler_config import load_model_config
-from trencadis.core.config import EngineConfig
+from trencadis.core.checkpoint.pooling_resolver import load_model_config
 from trencadis.core.engine.dry_run import shape_limits
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.memory.estimate import MemoryEstimator
 

@@ -23,10 +23,10 @@ from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime, make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
-from trencadis.backends.hpu.policy import policy
+from trencadis.backends.hpu.shape_policy import policy
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.server.plan.plan_command import make_plan
 

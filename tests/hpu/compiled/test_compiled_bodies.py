@@ -23,13 +23,13 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_compiler import calls, is_view
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.policy import policy
+from trencadis.backends.hpu.shape_policy import policy
 from trencadis.backends.hpu.start import kernel_probes
 from trencadis.core.buckets import Bucket, Stage, verify_variant
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.quant_config import online
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.models.model_loader import load_model
 from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.bridge import fused_attention
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
-from trencadis.backends.hpu.emulator.refusals import GRAPH_FAILED, LOWERING_FAILED
+from trencadis.backends.hpu.emulator.emulated_errors import GRAPH_FAILED, LOWERING_FAILED
+from trencadis.backends.hpu.habana_bridge import fused_attention
 from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
 from trencadis.backends.hpu.launches.region_compiler import RegionCompiler, Regions
 from trencadis.core.buckets import Bucket, Stage

@@ -19,21 +19,21 @@ from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
-from trencadis.backends.hpu.policy import PIECES, count_compiled, describe_compiled, padded_start, pieces, policy
+from trencadis.backends.hpu.shape_policy import PIECES, count_compiled, describe_compiled, padded_start, pieces, policy
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.config import EngineConfig
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.device_policy import PlannedModel
+from trencadis.core.device_shape_policy import PlannedModel
 from trencadis.core.engine.startup_checks import planned_models
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.draft_loading import HeldDraft, load_drafter
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.memory.draft_estimate import with_drafting_buckets
 from trencadis.core.models.decoder import DecoderExit
-from trencadis.core.models.mlp import RMSNorm
+from trencadis.core.models.mlp_and_norms import RMSNorm
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan

@@ -17,8 +17,8 @@ from trencadis.backends.hpu.emulator.card_profiles import Profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import bridge, make_bridge, use
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.emulator.emulated_errors import EmulatedOutOfMemory
 from trencadis.backends.hpu.emulator.hpu_graphs import wrap
-from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
 
 pytestmark = pytest.mark.part("gaudi")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from trencadis.backends.hpu.emulator.refusals import Refused
+from trencadis.backends.hpu.emulator.emulated_errors import Refused
 from trencadis.backends.hpu.emulator.transfers import DeviceQueue, QueueEvent
 from trencadis.backends.hpu.launches.host_copies import cast_inputs, make_packing, types_of
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm, arrays, leaves, rebuild

@@ -16,9 +16,9 @@ from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.emulator.refusals import Refused
+from trencadis.backends.hpu.emulator.emulated_errors import Refused
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.policy import policy
+from trencadis.backends.hpu.shape_policy import policy
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig, HeadTensorsOut, TextTensors
 from trencadis.core.errors import StartupError

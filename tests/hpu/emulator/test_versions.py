@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.emulator.refusals import Refused
+from trencadis.backends.hpu.emulator.emulated_errors import Refused
 
 pytestmark = pytest.mark.part("gaudi")
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.hpu.conftest import Run
-from trencadis.backends.hpu.bridge import Bridge, EmulatorHooks
-from trencadis.backends.hpu.start import environment, gaudi_detection
+from trencadis.backends.hpu.habana_bridge import Bridge, EmulatorHooks
+from trencadis.backends.hpu.start import gaudi_detection, gaudi_mode_and_env
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
 from trencadis.core.errors import StartupError
 
@@ -25,7 +25,7 @@ import torch
 from trencadis.backends.hpu.start import gaudi_detection
 gaudi_detection.find_stack = lambda: gaudi_detection.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
 gaudi_detection.find_machine = lambda environ: gaudi_detection.Machine(1, 1)
-from trencadis.backends.hpu.bridge import emulator_hooks
+from trencadis.backends.hpu.habana_bridge import emulator_hooks
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
 bridge = open_bridge(0)
 assert emulator_hooks(bridge) is None and bridge.label == "hpu" and bridge.device.type == "hpu"
@@ -42,7 +42,7 @@ with bridge.compile_only():
 assert bridge.device_name() == "GAUDI2" and bridge.mem_get_info() == (90 << 30, 96 << 30)
 bridge = dataclasses.replace(bridge, device=torch.device("cpu"), compile=lambda m, fullgraph=True: m)
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.policy import policy
+from trencadis.backends.hpu.shape_policy import policy
 from trencadis.core.device.backend import BackendConfig, ProgramState
 from trencadis.core.buckets import Bucket, Stage
 from tests.oracles import gaudi_launches as ops
@@ -145,7 +145,7 @@ def test_a_card_of_several_ranks_leaves_memory_to_hccl(
 
 def test_an_emulated_card_of_several_ranks_leaves_memory_to_hccl() -> None:
     from trencadis.backends.hpu.emulator.emulated_bridge import bridge
-    from trencadis.backends.hpu.emulator.refusals import Refused
+    from trencadis.backends.hpu.emulator.emulated_errors import Refused
 
     alone, one_of_two = bridge({}), bridge({"WORLD_SIZE": "2"})
     assert alone.mem_get_info()[1] - one_of_two.mem_get_info()[1] == 384 << 20
@@ -165,18 +165,18 @@ def test_cpu_imports_neither_bridge_nor_emulator(over_stub: Run) -> None:
 
 
 def test_environment_is_settled() -> None:
-    assert environment.settle({}, lazy=True) == {
+    assert gaudi_mode_and_env.settle({}, lazy=True) == {
         "PT_HPU_LAZY_MODE": "1", "PT_HPU_ENABLE_LAZY_COLLECTIVES": "true", "PT_HPUGRAPH_DISABLE_TENSOR_CACHE": "0",
         "PT_HPU_WEIGHT_SHARING": "0",
     }  # fmt: skip
-    obeyed = environment.settle({"PT_HPU_LAZY_MODE": "0"}, lazy=False)
+    obeyed = gaudi_mode_and_env.settle({"PT_HPU_LAZY_MODE": "0"}, lazy=False)
     assert obeyed == {
         "PT_HPU_ENABLE_LAZY_COLLECTIVES": "true", "PT_HPUGRAPH_DISABLE_TENSOR_CACHE": "0",
         "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE": "0", "FUSER_ENABLE_MULTI_THREADED_INVOCATIONS": "1",
         "PT_HPU_WEIGHT_SHARING": "0", "RUNTIME_SCALE_PATCHING": "1",
     }  # fmt: skip
-    assert environment.mode_conflict({"PT_HPU_LAZY_MODE": "1"}, lazy=True) is None
-    assert "imported before" in str(environment.mode_conflict({"PT_HPU_LAZY_MODE": "1"}, lazy=False))
+    assert gaudi_mode_and_env.mode_conflict({"PT_HPU_LAZY_MODE": "1"}, lazy=True) is None
+    assert "imported before" in str(gaudi_mode_and_env.mode_conflict({"PT_HPU_LAZY_MODE": "1"}, lazy=False))
 
 
 HOOKS = re.compile(r"\b(?:EmulatorHooks|EmulatedBridge|emulator_hooks)\b")
@@ -186,7 +186,7 @@ def test_only_the_backend_and_the_emulator_see_the_hooks_of_an_emulated_card() -
     assert not {f.name for f in fields(EmulatorHooks)} & {f.name for f in fields(Bridge)}
     folder = ROOT / "backends" / "hpu"
     named = {str(p.relative_to(folder)) for p in folder.rglob("*.py") if HOOKS.search(p.read_text())}
-    assert named == {"backend.py", "bridge.py", "emulator/emulated_bridge.py", "start/kernel_probes.py"}
+    assert named == {"backend.py", "habana_bridge.py", "emulator/emulated_bridge.py", "start/kernel_probes.py"}
 
 
 def test_emulator_variables() -> None:

@@ -24,7 +24,7 @@ import pytest
 
 from tests.hpu.conftest import fork_starts, run_in_pieces
 from tests.stubs.gaudi_container import PUBLISHED, ROOT, Container, make, put_plugin, put_torch
-from trencadis.core.process.torch_env import package_folder
+from trencadis.core.process.torch_detection import package_folder
 
 pytestmark = pytest.mark.part("gaudi")
 
@@ -33,12 +33,12 @@ UNSETTLED = "import sys, torch; m = sys.modules.get('habana_frameworks.torch'); 
 START = """
 import sys
 from trencadis.core.errors import StartupError
-from trencadis.core.process import torch_env
+from trencadis.core.process import torch_detection
 try:
-    for line in torch_env.prepare_device_env("hpu").lines:
+    for line in torch_detection.prepare_device_env("hpu").lines:
         print("banner", line)
     assert "torch" not in sys.modules
-    torch_env.import_torch()
+    torch_detection.import_torch()
     import trencadis.core.engine.engine_builder
     from trencadis.backends.hpu.start.bridge_loader import open_bridge
     print("mode", 1 if open_bridge().is_lazy() else 0)
@@ -172,7 +172,9 @@ def test_two_ranks_in_a_container_settle_each_for_itself(tmp_path: Path) -> None
 def test_recipes_that_reuse_their_inputs_would_break_the_answer(tmp_path: Path) -> None:
     """Why it is refused: inputs are filled where they change, and the stub writes into those that it has read."""
     container = make(tmp_path / "c", "2.13.0+cpu", "1.24.2.31")
-    reuse = "from trencadis.backends.hpu.start import environment\nenvironment.refuse = lambda *args: None\n"
+    reuse = (
+        "from trencadis.backends.hpu.start import gaudi_mode_and_env\ngaudi_mode_and_env.refuse = lambda *args: None\n"
+    )
     done = run(container, reuse + CHAT, **SMALL, PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE="1")
     assert f"tokens {TOKENS}" not in done.stdout
     done = run(container, CHAT, **SMALL, PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE="1")

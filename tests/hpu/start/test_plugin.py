@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trencadis.backends.hpu.start import bridge_loader, environment, gaudi_detection
+from trencadis.backends.hpu.start import bridge_loader, gaudi_detection, gaudi_mode_and_env
 from trencadis.backends.hpu.start.gaudi_detection import Stack
 from trencadis.core.errors import StartupError
 
@@ -31,7 +31,7 @@ STOCK = ("2.13.0+cpu", "2.9.0+cu128", "2.9.0", "2.9.0+xpu", "2.13.0a0+cpu.git4f3
 def mode(plugin: str | None, torch: str, **env: str) -> str:
     """What PT_HPU_LAZY_MODE is set to."""
     found = Stack(plugin, torch, torch.partition("+")[0], True)
-    return "1" if environment.pick_mode(env, found)[0] else "0"
+    return "1" if gaudi_mode_and_env.pick_mode(env, found)[0] else "0"
 
 
 @pytest.mark.parametrize("torch", OWN)
@@ -67,7 +67,7 @@ def test_a_mode_that_the_plug_in_would_misread_is_refused(value: str, monkeypatc
         monkeypatch.setattr(bridge_loader, name, lambda *args: pytest.fail("refused before anything is imported"))
     monkeypatch.setitem(sys.modules, "trencadis.backends.hpu.emulator.emulated_bridge", None)
     for choice in ("real", "emulated"):
-        monkeypatch.setattr(environment, "choose", lambda *args, c=choice: c)
+        monkeypatch.setattr(gaudi_mode_and_env, "choose", lambda *args, c=choice: c)
         with pytest.raises(StartupError, match=r"PT_HPU_LAZY_MODE=.*: 0 or 1"):
             bridge_loader.open_bridge(environ={"PT_HPU_LAZY_MODE": value})
 
@@ -103,7 +103,7 @@ def test_a_mismatched_plug_in_is_one_line_that_says_what_to_do(
     assert "\n" not in text and type(BROKEN[what]).__name__ in text, text
     assert "habana-torch-plugin 1.23.1.25" in text and "torch 2.13.0+cpu" in text and "of one Gaudi release" in text
     assert "/1.23.1/ubuntu24.04/habanalabs/pytorch-installer-2.9.0" in text
-    meant = [meaning for part, meaning in environment.CAUSES if part in str(BROKEN[what])][:1]
+    meant = [meaning for part, meaning in gaudi_mode_and_env.CAUSES if part in str(BROKEN[what])][:1]
     assert all(meaning in text for meaning in meant) and (meant or what == "nothing said")
     assert raised.value.__cause__ is None and "TRENCADIS_HPU_EMULATOR=1" in text
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from tests.stubs.gaudi_container import PUBLISHED, put_cards
-from trencadis.backends.hpu.start import environment, gaudi_detection, hpu_env
+from trencadis.backends.hpu.start import gaudi_detection, gaudi_mode_and_env, hpu_process_setup
 from trencadis.backends.hpu.start.gaudi_detection import Stack
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
-from trencadis.core.process import torch_env
-from trencadis.core.process import torch_env as process
-from trencadis.core.process.torch_env import TorchBuild
+from trencadis.core.process import torch_detection
+from trencadis.core.process import torch_detection as process
+from trencadis.core.process.torch_detection import TorchBuild
 
 pytestmark = pytest.mark.part("gaudi")
 
@@ -40,11 +40,11 @@ def settled(
     if not root.exists():
         put_cards(root, cards, driver=(plugin or "1.24.2.0").rpartition(".")[0] if cards else "")
     built = built or (torch or "").partition("+")[0] or None
-    monkeypatch.setattr(torch_env, "find_torch", lambda: TorchBuild(torch) if torch else None)
+    monkeypatch.setattr(torch_detection, "find_torch", lambda: TorchBuild(torch) if torch else None)
     monkeypatch.setattr(
         gaudi_detection, "find_stack", lambda: Stack(plugin, torch, built if plugin else None, plugin is not None)
     )
-    environ = {gaudi_detection.ROOT: str(root), hpu_env.CACHE: str(root / "cache"), **(env or {})}
+    environ = {gaudi_detection.ROOT: str(root), hpu_process_setup.CACHE: str(root / "cache"), **(env or {})}
     return environ, process.prepare_device_env("hpu", environ)
 
 
@@ -70,7 +70,7 @@ def test_every_published_stack_is_the_right_choice_or_one_line(monkeypatch: pyte
     assert len(cases) == 180
     chosen: dict[str, int] = {}
     for torch, requested, autoload, plugin in cases:
-        env = {k: v for k, v in ((environment.MODE, requested), (torch_env.AUTOLOAD, autoload)) if v}
+        env = {k: v for k, v in ((gaudi_mode_and_env.MODE, requested), (torch_detection.AUTOLOAD, autoload)) if v}
         version = {
             "present": PUBLISHED[torch],
             "missing": None,
@@ -83,15 +83,15 @@ def test_every_published_stack_is_the_right_choice_or_one_line(monkeypatch: pyte
         except StartupError as error:
             assert want in str(error) and "\n" not in str(error), case
         else:
-            assert environ[environment.MODE] == want, case
-            assert environ[torch_env.AUTOLOAD] == "0", case
+            assert environ[gaudi_mode_and_env.MODE] == want, case
+            assert environ[torch_detection.AUTOLOAD] == "0", case
         chosen[want] = chosen.get(want, 0) + 1
     assert chosen["1"] == 18 and chosen["0"] == 22, chosen
 
 
 def test_what_the_user_set_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    mine = {environment.MODE: "0", torch_env.AUTOLOAD: "1", environment.FUSER_THREADS: "0",
-            hpu_env.CONFIG: f"{tmp_path},false,9"}  # fmt: skip
+    mine = {gaudi_mode_and_env.MODE: "0", torch_detection.AUTOLOAD: "1", gaudi_mode_and_env.FUSER_THREADS: "0",
+            hpu_process_setup.CONFIG: f"{tmp_path},false,9"}  # fmt: skip
     environ, _ = settled(monkeypatch, tmp_path / "m", "2.9.0+hpu_1.23.1-25.git8598e6d", "1.23.1.25", env=mine)
     assert {name: environ[name] for name in mine} == mine
 
@@ -99,11 +99,13 @@ def test_what_the_user_set_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_settling_again_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The server settles for the engine, which settles for itself and hands its environment to the ranks."""
     environ, first = settled(monkeypatch, tmp_path / "m", "2.13.0+cpu", "1.24.2.31", cards=4)
-    again = hpu_env.settle(environ, 0, 0, 1)
-    assert first.variables[environment.INPUT_REUSE] == "0" and not set(again.variables) - {hpu_env.CONFIG}
-    assert again.variables[hpu_env.CONFIG] == environ[hpu_env.CONFIG]
-    rank = hpu_env.settle(environ, 0, 2, 4).variables
-    assert rank[hpu_env.CONFIG].partition(",")[0].endswith("/rank2"), "each rank has a folder of its own"
+    again = hpu_process_setup.settle(environ, 0, 0, 1)
+    assert first.variables[gaudi_mode_and_env.INPUT_REUSE] == "0" and not set(again.variables) - {
+        hpu_process_setup.CONFIG
+    }
+    assert again.variables[hpu_process_setup.CONFIG] == environ[hpu_process_setup.CONFIG]
+    rank = hpu_process_setup.settle(environ, 0, 2, 4).variables
+    assert rank[hpu_process_setup.CONFIG].partition(",")[0].endswith("/rank2"), "each rank has a folder of its own"
 
 
 def test_the_banner_says_stack_mode_cards_and_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -117,7 +119,7 @@ def test_the_banner_says_stack_mode_cards_and_what_is_missing(monkeypatch: pytes
     _, found = settled(monkeypatch, tmp_path / "m23", "2.9.0+hpu_1.23.1-25.git8598e6d", "1.23.1.25")
     assert len(found.lines) == 1 and "lazy mode (graphs exist in lazy mode alone)" in found.lines[0]
     here, old = gaudi_detection.Machine(1, 1, (0,), "1.22.0-f6a8"), Stack("1.24.2.31", "2.13.0+cpu", "2.13.0", True)
-    assert "a driver of its release: 1.22.0-f6a8 is loaded" in environment.missing(False, old, here)[1]
+    assert "a driver of its release: 1.22.0-f6a8 is loaded" in gaudi_mode_and_env.missing(False, old, here)[1]
 
 
 BAD: dict[str, tuple[Any, dict[str, str], str]] = {
@@ -143,20 +145,22 @@ BAD: dict[str, tuple[Any, dict[str, str], str]] = {
 def test_bad_input_is_one_line_that_says_what_to_do(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (plugin, module), env, says = BAD[what]
     put_cards(tmp_path, 1)
-    monkeypatch.setattr(torch_env, "find_torch", lambda: TorchBuild("2.13.0+cpu"))
+    monkeypatch.setattr(torch_detection, "find_torch", lambda: TorchBuild("2.13.0+cpu"))
     monkeypatch.setattr(gaudi_detection, "find_stack", lambda: Stack(plugin, "2.13.0+cpu", "2.13.0", bool(module)))
     with pytest.raises(StartupError, match=says) as raised:
-        folders = {gaudi_detection.ROOT: str(tmp_path), hpu_env.CACHE: str(tmp_path / "c")}
+        folders = {gaudi_detection.ROOT: str(tmp_path), hpu_process_setup.CACHE: str(tmp_path / "c")}
         process.prepare_device_env("hpu", {**folders, **env})
     assert "\n" not in str(raised.value)
 
 
 def test_lazy_mode_refuses_what_would_break_collectives() -> None:
     for value in ("1", "false"):
-        environment.refuse({environment.TENSOR_CACHE_OFF: value}, lazy=True)
+        gaudi_mode_and_env.refuse({gaudi_mode_and_env.TENSOR_CACHE_OFF: value}, lazy=True)
     with pytest.raises(StartupError, match="hold collectives"):
-        environment.refuse({environment.LAZY_COLLECTIVES: "false"}, lazy=True, world=2)
-    environment.refuse({environment.LAZY_COLLECTIVES: "false", environment.TENSOR_CACHE_OFF: "1"}, lazy=False, world=2)
+        gaudi_mode_and_env.refuse({gaudi_mode_and_env.LAZY_COLLECTIVES: "false"}, lazy=True, world=2)
+    gaudi_mode_and_env.refuse(
+        {gaudi_mode_and_env.LAZY_COLLECTIVES: "false", gaudi_mode_and_env.TENSOR_CACHE_OFF: "1"}, lazy=False, world=2
+    )
 
 
 def test_the_emulator_is_never_a_silent_substitute(tmp_path: Path) -> None:
@@ -166,7 +170,7 @@ def test_the_emulator_is_never_a_silent_substitute(tmp_path: Path) -> None:
     put_cards(bare, 0, driver="")
     put_cards(carded, 2, nodes=0)
     put_cards(undriven, 2, nodes=0, driver="")
-    switch = environment.SWITCH
+    switch = gaudi_mode_and_env.SWITCH
     for root, found, says in (
         (bare, installed, "no Gaudi is present and habana-torch-plugin 1.24.2.31 is installed: .*--runtime=habana"),
         (carded, installed, "a Gaudi is present and its device files are not in /dev: .*--runtime=habana"),
@@ -175,15 +179,15 @@ def test_the_emulator_is_never_a_silent_substitute(tmp_path: Path) -> None:
     ):
         here = gaudi_detection.find_machine({gaudi_detection.ROOT: str(root)})
         with pytest.raises(StartupError, match=says) as raised:
-            environment.choose({}, here, found)
+            gaudi_mode_and_env.choose({}, here, found)
         assert f"{switch}=1 emulates a card instead" in str(raised.value)
-        assert environment.choose({switch: "1"}, here, found) == environment.EMULATED
+        assert gaudi_mode_and_env.choose({switch: "1"}, here, found) == gaudi_mode_and_env.EMULATED
     without_cards = gaudi_detection.find_machine({gaudi_detection.ROOT: str(bare)})
-    assert environment.choose({}, without_cards, nothing) == environment.EMULATED
+    assert gaudi_mode_and_env.choose({}, without_cards, nothing) == gaudi_mode_and_env.EMULATED
     with pytest.raises(StartupError, match="forbids the emulator"):
-        environment.choose({switch: "0"}, without_cards, nothing)
+        gaudi_mode_and_env.choose({switch: "0"}, without_cards, nothing)
     with pytest.raises(StartupError, match="neither true"):
-        environment.choose({switch: "maybe"}, gaudi_detection.Machine(), nothing)
+        gaudi_mode_and_env.choose({switch: "maybe"}, gaudi_detection.Machine(), nothing)
 
 
 def test_visible_modules_are_honoured(tmp_path: Path) -> None:
@@ -225,9 +229,9 @@ def test_a_plug_in_that_is_already_in_decides_the_mode(monkeypatch: pytest.Monke
     eager = SimpleNamespace(is_lazy=lambda: False)
     monkeypatch.setitem(sys.modules, "habana_frameworks.torch.utils.internal", eager)
     environ, found = settled(monkeypatch, tmp_path / "m", *own)
-    assert environ[environment.MODE] == "0" and "imported before Trencadis could ask" in found.lines[0]
+    assert environ[gaudi_mode_and_env.MODE] == "0" and "imported before Trencadis could ask" in found.lines[0]
     with pytest.raises(StartupError, match="asks for lazy mode and the plug-in runs in eager mode"):
-        settled(monkeypatch, tmp_path / "m", *own, env={environment.MODE: "1"})
+        settled(monkeypatch, tmp_path / "m", *own, env={gaudi_mode_and_env.MODE: "1"})
 
 
 def test_the_mode_is_known_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -235,18 +239,18 @@ def test_the_mode_is_known_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     put_cards(tmp_path, 1)
     for torch, plugin in PUBLISHED.items():
         monkeypatch.setattr(gaudi_detection, "find_stack", lambda t=torch, p=plugin: Stack(p, t, None, True))
-        assert environment.will_be_lazy({gaudi_detection.ROOT: str(tmp_path)}) is torch.startswith(LAZY_UNSET)
-        assert environment.will_be_lazy({gaudi_detection.ROOT: str(tmp_path / "none")})
-        assert not environment.will_be_lazy({environment.MODE: "0"})
+        assert gaudi_mode_and_env.will_be_lazy({gaudi_detection.ROOT: str(tmp_path)}) is torch.startswith(LAZY_UNSET)
+        assert gaudi_mode_and_env.will_be_lazy({gaudi_detection.ROOT: str(tmp_path / "none")})
+        assert not gaudi_mode_and_env.will_be_lazy({gaudi_mode_and_env.MODE: "0"})
 
 
 # The folder of recipes
 
 
 def test_recipes_are_kept_apart_by_stack_and_rank(tmp_path: Path) -> None:
-    env = {hpu_env.CACHE: str(tmp_path)}
+    env = {hpu_process_setup.CACHE: str(tmp_path)}
     values = {
-        hpu_env.settle_recipe_cache(env, name, rank).value
+        hpu_process_setup.settle_recipe_cache(env, name, rank).value
         for name in ("1.24.1-torch-2.11", "1.24.2-torch-2.13")
         for rank in (0, 1)
     }
@@ -255,12 +259,12 @@ def test_recipes_are_kept_apart_by_stack_and_rank(tmp_path: Path) -> None:
 
 def test_unfinished_recipes_are_removed_and_others_stay(tmp_path: Path) -> None:
     """A disk that was full or a kill leaves an empty file, or a recipe without its other half."""
-    env = {hpu_env.CACHE: str(tmp_path)}
-    folder = Path(hpu_env.settle_recipe_cache(env, "s").value.partition(",")[0])
+    env = {hpu_process_setup.CACHE: str(tmp_path)}
+    folder = Path(hpu_process_setup.settle_recipe_cache(env, "s").value.partition(",")[0])
     for name, text in (("1.recipe", "r"), ("1.metadata", "m"), ("2.recipe", "r"), ("3.recipe", ""), ("3.metadata", ""),
                        ("4.metadata", "m"), ("notes.txt", "")):  # fmt: skip
         (folder / name).write_text(text)
-    found = hpu_env.settle_recipe_cache(env, "s")
+    found = hpu_process_setup.settle_recipe_cache(env, "s")
     assert found.value and found.lines == (f"3 files of unfinished recipes were removed from {folder}",)
     assert {p.name for p in folder.iterdir()} == {"1.recipe", "1.metadata", "4.metadata", "notes.txt"}
 
@@ -278,40 +282,42 @@ def test_a_folder_that_cannot_be_written_costs_time_and_no_start(
 ) -> None:
     """Read-only, full, not ours: one line, no variable, and the plug-in never meets it."""
     monkeypatch.setattr("tempfile.NamedTemporaryFile", failing(number))
-    found = hpu_env.settle_recipe_cache({hpu_env.CACHE: str(tmp_path)}, "s")
+    found = hpu_process_setup.settle_recipe_cache({hpu_process_setup.CACHE: str(tmp_path)}, "s")
     (line,) = found.lines
     assert not found.variables and os.strerror(number) in line and "TRENCADIS_CACHE" in line and "\n" not in line
-    kept = hpu_env.settle_recipe_cache({hpu_env.CONFIG: f"{tmp_path},false,100"}, "s")
+    kept = hpu_process_setup.settle_recipe_cache({hpu_process_setup.CONFIG: f"{tmp_path},false,100"}, "s")
     assert "recipes in it are used, new ones are not kept" in kept.lines[0] and not kept.variables
 
 
 def test_a_disk_that_is_nearly_full_keeps_no_recipes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100 << 20))
-    found = hpu_env.settle_recipe_cache({hpu_env.CACHE: str(tmp_path)}, "s")
+    found = hpu_process_setup.settle_recipe_cache({hpu_process_setup.CACHE: str(tmp_path)}, "s")
     assert not found.variables and "100 MiB left" in found.lines[0]
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=4000 << 20))
-    assert hpu_env.settle_recipe_cache({hpu_env.CACHE: str(tmp_path)}, "s").value.endswith(",false,2000")
+    assert hpu_process_setup.settle_recipe_cache({hpu_process_setup.CACHE: str(tmp_path)}, "s").value.endswith(
+        ",false,2000"
+    )
 
 
 @pytest.mark.parametrize("value", ["/x,maybe,3", "/x,false,many", "/x,false,1,false,2"])
 def test_a_recipe_setting_that_the_plug_in_would_end_for_is_refused(value: str) -> None:
     with pytest.raises(StartupError, match="whether to empty it first"):
-        hpu_env.settle_recipe_cache({hpu_env.CONFIG: value}, "s")
+        hpu_process_setup.settle_recipe_cache({hpu_process_setup.CONFIG: value}, "s")
 
 
 def test_a_recipe_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in ("file", "file/below"):
         with pytest.raises(StartupError, match=r"is no folder|cannot be made"):
-            hpu_env.settle_recipe_cache({hpu_env.CONFIG: f"{tmp_path / folder},false,9"}, "s")
+            hpu_process_setup.settle_recipe_cache({hpu_process_setup.CONFIG: f"{tmp_path / folder},false,9"}, "s")
     assert (
-        hpu_env.settle_recipe_cache({hpu_env.CONFIG: f"{tmp_path / 'new' / 'one'},false,9000"}, "s")
-        == hpu_env.RecipeCache()
+        hpu_process_setup.settle_recipe_cache({hpu_process_setup.CONFIG: f"{tmp_path / 'new' / 'one'},false,9000"}, "s")
+        == hpu_process_setup.RecipeCache()
     )
     assert (tmp_path / "new" / "one").is_dir()
     for text in ("", ",false,9"):
-        found = hpu_env.settle_recipe_cache({hpu_env.CONFIG: text}, "s")
-        assert "every start compiles again" in found.lines[0] and found.removed == (hpu_env.CONFIG,)
+        found = hpu_process_setup.settle_recipe_cache({hpu_process_setup.CONFIG: text}, "s")
+        assert "every start compiles again" in found.lines[0] and found.removed == (hpu_process_setup.CONFIG,)
 
 
 # torch
@@ -323,9 +329,9 @@ def test_a_torch_that_is_missing_or_too_old_is_one_line() -> None:
         (TorchBuild("2.5.1a0+git6fc067b"), "older than 2.6"),
     ):
         with pytest.raises(StartupError, match=says):
-            torch_env.check_version(build)
-    assert torch_env.check_version(TorchBuild("2.6.0+hpu_1.20.0-543.git4952fce")) == ""
-    assert "newer than 2.13" in torch_env.check_version(TorchBuild("2.14.0"))
+            torch_detection.check_version(build)
+    assert torch_detection.check_version(TorchBuild("2.6.0+hpu_1.20.0-543.git4952fce")) == ""
+    assert "newer than 2.13" in torch_detection.check_version(TorchBuild("2.14.0"))
 
 
 def test_the_version_is_read_from_the_files_that_python_would_import(
@@ -336,7 +342,7 @@ def test_the_version_is_read_from_the_files_that_python_would_import(
     (tmp_path / "torch" / "version.py").write_text("cuda = None\n__version__ = '2.9.0+hpu_1.23.1-25.git8598e6d'\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "torch")
-    found = torch_env.find_torch()
+    found = torch_detection.find_torch()
     assert found == TorchBuild("2.9.0+hpu_1.23.1-25.git8598e6d", str(tmp_path / "torch")) and found.numbers == (2, 9)
 
 
@@ -357,15 +363,15 @@ def test_other_devices_keep_plug_ins_out(monkeypatch: pytest.MonkeyPatch) -> Non
     for device in ("cpu", "auto", "cuda"):
         environ: dict[str, str] = {}
         process.prepare_device_env(device, environ)
-        assert environ == {torch_env.AUTOLOAD: "0"}
+        assert environ == {torch_detection.AUTOLOAD: "0"}
     monkeypatch.setattr(devices, "entry_points", lambda group: [])
-    environ = {torch_env.AUTOLOAD: "1"}
+    environ = {torch_detection.AUTOLOAD: "1"}
     process.prepare_device_env("cpu", environ)
-    assert environ == {torch_env.AUTOLOAD: "1"}
+    assert environ == {torch_detection.AUTOLOAD: "1"}
 
 
 def test_an_emulated_process_says_so_and_keeps_the_plug_in_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     environ, found = settled(monkeypatch, tmp_path / "m", "2.13.0+cpu", None, cards=0)
-    assert environ[environment.MODE] == "1" and environ[torch_env.AUTOLOAD] == "0"
+    assert environ[gaudi_mode_and_env.MODE] == "1" and environ[torch_detection.AUTOLOAD] == "0"
     assert found.lines == ("hpu: emulated, lazy mode (graphs exist in lazy mode alone)",)
-    assert not environment.find_capability(environ).real
+    assert not gaudi_mode_and_env.find_capability(environ).real

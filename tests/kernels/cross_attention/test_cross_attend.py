@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.cross_attention.cross_attention_cases import CrossAttentionCase, CrossAttentionLaunch, launched
 from trencadis.backends.cuda.kernels import cross_attend, query_blocks_and_key_cuts
-from trencadis.backends.cuda.launches import input_buffer_bytes, work_items
+from trencadis.backends.cuda.launches import attention_work_items, input_buffer_bytes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 QUIET: dict[str, Any] = {
@@ -29,7 +29,7 @@ def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans of 64 rows, so that small images have several."""
     for module in (query_blocks_and_key_cuts, input_buffer_bytes, cross_attend):
         monkeypatch.setattr(module, "IMAGE_SPAN", 64)
-    monkeypatch.setattr(work_items, "LEAST", 64)
+    monkeypatch.setattr(attention_work_items, "LEAST", 64)
 
 
 CASES = {

@@ -12,12 +12,12 @@ from torch import Tensor
 from tests.oracles import interpreter
 from trencadis.backends.cpu.expert_mlp import route_tokens
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.backends.cuda.kernels import fused_moe, tiles
+from trencadis.backends.cuda.kernels import fused_moe, tile_sizes
 from trencadis.backends.cuda.ops import CudaOps, InvariantCudaOps
 from trencadis.core.device.backend import ExpertBiases
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-SMALL = tiles.Tile(16, 32, 4, 1)
+SMALL = tile_sizes.Tile(16, 32, 4, 1)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
@@ -60,7 +60,7 @@ def test_experts_equal_the_reference(
     n: int, count: int, top: int, kind: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes that no tile divides; shares as they are and divided by their sum."""
-    monkeypatch.setitem(tiles.FORCED, "experts", SMALL)
+    monkeypatch.setitem(tile_sizes.FORCED, "experts", SMALL)
     each, x = weights(count, 40, 72, dtype), normal(n, 72, seed=n).to(dtype)
     scores = scores_of(n, count)
     for normalise in (True, False):
@@ -79,7 +79,7 @@ def test_biases_and_the_clamped_activation(
     n: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in gpt-oss; values on both sides of the limits."""
-    monkeypatch.setitem(tiles.FORCED, "experts", SMALL)
+    monkeypatch.setitem(tile_sizes.FORCED, "experts", SMALL)
     count, kind = 5, "clamped_swiglu"
     each, x, scores = weights(count, 40, 72, dtype), (6 * normal(n, 72, seed=n)).to(dtype), scores_of(n, count)
     biases = ExpertBiases(
@@ -100,7 +100,7 @@ def test_experts_without_gates(
     kind: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compares experts without gates, as Nemotron-3 has them, with the reference."""
-    monkeypatch.setitem(tiles.FORCED, "experts", SMALL)
+    monkeypatch.setitem(tile_sizes.FORCED, "experts", SMALL)
     (gate_up, down), x, scores = weights(5, 40, 72, dtype), normal(7, 72, seed=3).to(dtype), scores_of(7, 5)
     each, slow, ops = ([one[40:] for one in gate_up], down), ReferenceOps(), CudaOps()
     want = slow.experts(
@@ -149,7 +149,7 @@ def test_scores_at_the_ends_of_a_type(device: torch.device) -> None:
 def test_no_order_of_programs_changes_a_bit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if not INTERPRETED:
         pytest.skip("the interpreter chooses the order")
-    monkeypatch.setitem(tiles.FORCED, "experts", SMALL)
+    monkeypatch.setitem(tile_sizes.FORCED, "experts", SMALL)
     monkeypatch.setattr(fused_moe, "CHUNK", 16)
     ops = CudaOps()
     w, x, scores = ops.pack_experts(*weights(4, 24, 40, torch.bfloat16)), normal(9, 40).bfloat16(), scores_of(9, 4)
@@ -159,14 +159,14 @@ def test_no_order_of_programs_changes_a_bit(device: torch.device, monkeypatch: p
 def test_a_token_has_the_same_bits_in_any_company(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a class of launches; under ``--batch-invariant`` the class is one, however many tokens there are."""
     lengths: list[str] = []
-    kept = tiles.find
+    kept = tile_sizes.find
 
-    def find(kernel: str, arch: int, bits: int, head: int, group: int, length: str) -> tiles.Tile:
+    def find(kernel: str, arch: int, bits: int, head: int, group: int, length: str) -> tile_sizes.Tile:
         lengths.append(length)
         assert kept(kernel, arch, bits, head, group, length)
         return SMALL
 
-    monkeypatch.setattr(tiles, "find", find)
+    monkeypatch.setattr(tile_sizes, "find", find)
     ops = InvariantCudaOps()
     w = pack(ops, weights(3, 24, 40, torch.bfloat16), device, torch.bfloat16)
     x, scores = normal(50, 40).bfloat16().to(device), scores_of(50, 3).to(device)

@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu import layers
 from tests.kernels.quantised.test_quantised import packed
 from tests.oracles import interpreter
-from trencadis.backends.cuda.kernels.layers import skinny_codes, skinny_gemm
+from trencadis.backends.cuda.kernels.layers import skinny_gemm, skinny_quantised_gemm
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.backends.cuda.weights.quantised_weight import dequantise
 from trencadis.core.quant.online_quant import quantise
@@ -54,7 +54,7 @@ def test_bits_do_not_depend_on_who_arrives_last(gate: bool, device: torch.device
     w = packed(quantise(torch.randn(70, 1024), SCHEMES["int4"], torch.float32), torch.randn(70), device)
     x, arrived = torch.randn(3, 1024), skinny_gemm.counters(device)
     norm = skinny_gemm.NormOf(torch.rand(1024), 1e-6)
-    y = interpreter.in_all_orders(lambda: skinny_codes.product(x, w, arrived, norm, gate), every=False)
+    y = interpreter.in_all_orders(lambda: skinny_quantised_gemm.product(x, w, arrived, norm, gate), every=False)
     wide = x.double() * torch.rsqrt(x.double().square().mean(1, keepdim=True) + 1e-6) * norm.weight.double()
     want: Any = wide @ dequantise(w).double().t() + w.bias.double()  # type: ignore[union-attr]
     if gate:
@@ -65,9 +65,9 @@ def test_bits_do_not_depend_on_who_arrives_last(gate: bool, device: torch.device
 
 def test_weights_that_do_not_fit_run_op_by_op(device: torch.device) -> None:
     rounded = packed(quantise(torch.randn(32, 64), Scheme(8, activations="token"), torch.float32), None, device)
-    assert not skinny_codes.fits(rounded), "activations are rounded"
+    assert not skinny_quantised_gemm.fits(rounded), "activations are rounded"
     plain = packed(quantise(torch.randn(32, 64), Scheme(8), torch.float32), None, device)
-    assert skinny_codes.fits(plain)
+    assert skinny_quantised_gemm.fits(plain)
     plain.gather = torch.arange(64, dtype=torch.int32)
-    assert not skinny_codes.fits(plain), "columns in another order"
+    assert not skinny_quantised_gemm.fits(plain), "columns in another order"
     assert CudaOps.whole_layers

@@ -14,19 +14,19 @@ from tests.fakes.attention.paged import KernelFault
 from tests.oracles.attention_cases import Case, Prepared, check, prepared, step_inputs
 from tests.oracles.happens_before import races
 from trencadis.backends.cuda import runtime_of
-from trencadis.backends.cuda.launches.cuda_inputs import arrays
-from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffer
-from trencadis.backends.cuda.libraries.attention_backend import AttentionLibraryAdapter, with_library
-from trencadis.backends.cuda.libraries.attention_library_selector import SelectedLibrary, select_library
-from trencadis.backends.cuda.libraries.library_attention import (
+from trencadis.backends.cuda.attention_libraries.attention_backend import AttentionLibraryAdapter, with_library
+from trencadis.backends.cuda.attention_libraries.attention_library_selector import SelectedLibrary, select_library
+from trencadis.backends.cuda.attention_libraries.library_attention import (
     FlashAttnLaunch,
     FlashInferLaunch,
     FlashInferWorkspace,
     FlashInferWorkspaces,
 )
+from trencadis.backends.cuda.cpu_twin.ops import TwinOps
+from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinRuntime
+from trencadis.backends.cuda.launches.cuda_inputs import arrays
+from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffer
 from trencadis.backends.cuda.runtime_protocol import Stream
-from trencadis.backends.cuda.twin.ops import TwinOps
-from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
 from trencadis.core.device.backend import LayerKV
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -14,7 +14,7 @@ from tests.oracles import interpreter
 from tests.quant.checkpoints import made, tensors
 from tests.quant.test_formats import GRID, read, seen
 from trencadis.backends.cuda.kernels import quantised_linear as kernels
-from trencadis.backends.cuda.kernels import tiles
+from trencadis.backends.cuda.kernels import tile_sizes
 from trencadis.backends.cuda.ops import CudaOps, InvariantCudaOps
 from trencadis.backends.cuda.weights import quantised_weight
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight
@@ -24,7 +24,7 @@ from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.weight_storage_format import CODES, Scheme, held_bytes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-SMALL = {16: tiles.Tile(16, 32, 4, 1), 32: tiles.Tile(16, 32, 4, 1)}
+SMALL = {16: tile_sizes.Tile(16, 32, 4, 1), 32: tile_sizes.Tile(16, 32, 4, 1)}
 """The interpreter's time is the number of its programs; edges are what small tiles show."""
 
 
@@ -92,7 +92,7 @@ def test_products_equal_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Rows cut by columns and in tiles; sizes that no tile divides; biases."""
-    monkeypatch.setitem(tiles.FORCED, "quantised", SMALL[dtype.itemsize * 8])
+    monkeypatch.setitem(tile_sizes.FORCED, "quantised", SMALL[dtype.itemsize * 8])
     columns = 528
     m = made(normal(40, columns, seed=bits + group), bits, group, symmetric, False)
     scheme = Scheme(bits, group=group, symmetric=symmetric)
@@ -134,7 +134,7 @@ def test_floats_that_are_not_finite_are_refused(device: torch.device) -> None:
 @pytest.mark.parametrize("rows", [3, 20])
 def test_integers_of_activations(rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded to the nearest, one scale a token; a row of zeros is the bias; one that is not finite spoils itself."""
-    monkeypatch.setitem(tiles.FORCED, "quantised", SMALL[16])
+    monkeypatch.setitem(tile_sizes.FORCED, "quantised", SMALL[16])
     q = quantise(normal(40, 520), Scheme(8, activations="token"), torch.bfloat16)
     bias, x = normal(40, seed=1).bfloat16(), normal(rows, 520, seed=2).bfloat16()
     x[1] *= 50
@@ -154,7 +154,7 @@ def test_floats_of_activations(rows: int, device: torch.device) -> None:
     q = quantise(normal(48, 512), Scheme(8, "float", activations="token"), torch.bfloat16)
     bias, x = normal(48, seed=1).bfloat16(), normal(rows, 512, seed=2).bfloat16()
     w = packed(q, bias, device)
-    if INTERPRETED or tiles.arch_of(device) >= quantised_weight.ROUNDS_FLOATS:
+    if INTERPRETED or tile_sizes.arch_of(device) >= quantised_weight.ROUNDS_FLOATS:
         assert w.rounds
     y = product(x, w, device)
     torch.testing.assert_close(y, quantised_weight.product(x.to(device), w).cpu(), rtol=2e-2, atol=2e-2)
@@ -168,7 +168,7 @@ def test_a_row_has_the_same_bits_in_any_company(
     scheme: Scheme, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone and among others of one class of launches; under ``--batch-invariant`` in all of them."""
-    monkeypatch.setitem(tiles.FORCED, "quantised", SMALL[16])
+    monkeypatch.setitem(tile_sizes.FORCED, "quantised", SMALL[16])
     w = packed(quantise(normal(33, 512), scheme, torch.bfloat16), None, device)
     x = normal(20, 512, seed=4).bfloat16()
     few = product(x[:15], w, device)
@@ -184,7 +184,7 @@ def test_a_row_has_the_same_bits_in_any_company(
 def test_no_order_of_programs_changes_a_bit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if not INTERPRETED:
         pytest.skip("the interpreter chooses the order")
-    monkeypatch.setitem(tiles.FORCED, "quantised", SMALL[16])
+    monkeypatch.setitem(tile_sizes.FORCED, "quantised", SMALL[16])
     w = packed(quantise(normal(40, 512), Scheme(8, activations="token"), torch.bfloat16), None, device)
     x = normal(3, 512, seed=4).bfloat16()
     interpreter.in_all_orders(lambda: kernels.linear(x, w))

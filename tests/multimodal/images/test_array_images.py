@@ -10,7 +10,7 @@ import torch
 
 from tests.traffic.media import prepare_now
 from trencadis.core.errors import BadRequest
-from trencadis.multimodal.images.image_decoder import array_to_frames, array_to_image
+from trencadis.multimodal.images.image_decode_client import array_to_frames, array_to_image
 from trencadis.multimodal.images.image_frontend import ImageFrontend
 from trencadis.multimodal.images.processor_cache import ProcessorCache
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor

@@ -10,7 +10,7 @@ import pytest
 
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal.images.processor_cache import ProcessorCache
-from trencadis.multimodal.processor import PreparedImage
+from trencadis.multimodal.processor_interface import PreparedImage
 
 
 def put(cache, key, image):

@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from trencadis.multimodal.media_options import MediaOptions
 from trencadis.multimodal.patch_packing import count_slots, count_tokens, patch_grid
 from trencadis.multimodal.placeholders import expand_placeholders
-from trencadis.multimodal.processor import PreparedImage
+from trencadis.multimodal.processor_interface import PreparedImage
 from trencadis.multimodal.qwen2_vl.mrope import mrope_positions
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 

@@ -18,8 +18,8 @@ from PIL import Image
 
 from tests.traffic.media import prepare_now
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.config import EngineConfig
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.process.heap_trimmer import trim
 from trencadis.core.request import SamplingParams
 from trencadis.multimodal.images.image_frontend import ImageFrontend
@@ -99,7 +99,7 @@ class Whole(Media):
         live: dict[str, Any] = {}
         for number, image in zip(numbers, made, strict=True):
             expanded = self.join([5, 6, self.image, 7 + number % 200], [image])
-            from trencadis.server.prompts.prompt import Prompt
+            from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 
             id = f"r{number}"
             live[id] = image.pixels

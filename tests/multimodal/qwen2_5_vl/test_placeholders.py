@@ -5,7 +5,7 @@ import pytest
 
 from trencadis.core.media_spans import MediaSpan
 from trencadis.multimodal.placeholders import expand_placeholders
-from trencadis.multimodal.processor import PreparedImage
+from trencadis.multimodal.processor_interface import PreparedImage
 
 IMAGE = 99
 

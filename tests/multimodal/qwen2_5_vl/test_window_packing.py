@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.packing import BARS, LAUNCH_BAR, default_plan, measure
-from trencadis.backends.cpu.policy import PADDED
+from trencadis.backends.cpu.shape_policy import PADDED
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Stage
 from trencadis.core.scheduling.image_packer import ImagePacker, first_fit

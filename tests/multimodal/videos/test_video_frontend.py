@@ -13,11 +13,11 @@ import pytest
 
 from tests.traffic import video_clips
 from trencadis.core.errors import BadRequest, Conflict, Forbidden, QueueFull, TooLarge, TrencadisError
-from trencadis.multimodal.images.image_decoder import ImageDecoder
+from trencadis.multimodal.images.image_decode_client import ImageDecoder
 from trencadis.multimodal.images.processor_cache import ProcessorCache
 from trencadis.multimodal.media_options import NO_OPTIONS, MediaOptions, MediaPart, MediaScope
 from trencadis.multimodal.media_timing import MediaTimes, record_media_times
-from trencadis.multimodal.processor import PreparedVideo
+from trencadis.multimodal.processor_interface import PreparedVideo
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 from trencadis.multimodal.sources.media_loader import MediaLoader
 from trencadis.multimodal.videos.video_frontend import VideoFrontend, VideoLimits

@@ -25,7 +25,7 @@ from tests.vision.family_harness import FamilyHarness, Shown
 from trencadis.multimodal.decode_workers.worker_pool import JobResult
 from trencadis.multimodal.media_options import MediaOptions
 from trencadis.multimodal.placeholders import expand_placeholders
-from trencadis.multimodal.processor import PreparedVideo, position_spans
+from trencadis.multimodal.processor_interface import PreparedVideo, position_spans
 from trencadis.multimodal.qwen2_vl.mrope import mrope_positions
 from trencadis.multimodal.videos.frame_sampling import FrameLimits
 from trencadis.multimodal.videos.video_frontend import video_from_answer

@@ -19,10 +19,10 @@ from tests.quant.test_writing import written
 from tests.quant.written.test_experts import prompts
 from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
-from trencadis.core.checkpoint.checkpoint_source import CheckpointSource
+from trencadis.core.checkpoint.checkpoint_weight_source import CheckpointSource
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import family_of
-from trencadis.core.checkpoint.weight_loader import open_weights
+from trencadis.core.checkpoint.model_registry import family_of
+from trencadis.core.checkpoint.weight_file_reader import open_weights
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.writing.calibration import Calibration

@@ -21,7 +21,7 @@ from typing import Any
 import h11
 import pytest
 
-from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.http import connection_limits, listener, uvicorn_server
 
 CHAT = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from tests.server.http.test_connection import CHAT, HEALTH, Site, answer, ended, post
-from trencadis.server.http import connection_limits, uvicorn_server
+from trencadis.server.http import connection_limits, h11_connection
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_a_refusal_after_an_answer_ends_the_connection_too(
     site: Any, second: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Pipelined: the first request's end must not start a timer of its own, which would write after the end."""
-    monkeypatch.setattr(uvicorn_server, "DROP_SECONDS", 0.1)
+    monkeypatch.setattr(h11_connection, "DROP_SECONDS", 0.1)
     made = site(receive_timeout=0.3)
     with made.connect() as s:
         s.sendall(HEALTH + second)
@@ -141,13 +141,13 @@ def test_chunked_bodies_share_a_pass_of_the_loop(site: Any, monkeypatch: pytest.
     """Sixteen uploads at once are parsed one read at a time; one that ends its side is answered."""
     passes = [0]
     taken: list[int] = []
-    usual = uvicorn_server.LimitedH11Protocol._take_chunks
+    usual = h11_connection.LimitedH11Protocol._take_chunks
 
     def take(connection: Any, data: bytes) -> None:
         taken.append(passes[0])
         usual(connection, data)
 
-    monkeypatch.setattr(uvicorn_server.LimitedH11Protocol, "_take_chunks", take)
+    monkeypatch.setattr(h11_connection.LimitedH11Protocol, "_take_chunks", take)
     made = site()
     once = asyncio.base_events.BaseEventLoop._run_once  # type: ignore[attr-defined]
 
@@ -179,9 +179,9 @@ def test_an_upgrade_that_is_not_served_says_nothing(site: Any, caplog: pytest.Lo
 
 def test_few_bytes_of_heads_and_chunks_are_read_in_one_pass(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    usual = uvicorn_server.LimitedH11Protocol.data_received
+    usual = h11_connection.LimitedH11Protocol.data_received
     monkeypatch.setattr(
-        uvicorn_server.LimitedH11Protocol, "data_received", lambda c, d: (sizes.append(len(d)), usual(c, d))[1]
+        h11_connection.LimitedH11Protocol, "data_received", lambda c, d: (sizes.append(len(d)), usual(c, d))[1]
     )
     made = site()
     long = CHAT[:-1] + b" " * 300_000 + b"}"
@@ -228,7 +228,7 @@ def test_bytes_behind_a_waiting_read_keep_their_order(monkeypatch: pytest.Monkey
         shared = connection_limits.SharedLimits()
         config = uvicorn.Config(lambda: None, lifespan="off", ws="none")
         config.load()
-        made = uvicorn_server.LimitedH11Protocol(shared, config, ServerState(), {})
+        made = h11_connection.LimitedH11Protocol(shared, config, ServerState(), {})
         made.connection_made(MagicMock(spec=asyncio.Transport, is_closing=lambda: False))
         made._unread = 1
         shared.chunks.put(made.loop, lambda: made._take_chunks(b"first"))

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
-from trencadis.core.config import EngineConfig
+from trencadis.core.engine_config import EngineConfig
 from trencadis.core.engine_stats import MEANINGS, OUTCOMES, UNPLANNED
 from trencadis.core.errors import BY_STATUS
 from trencadis.core.process.engine_messages import BucketUse, EngineInfo, EngineStats

@@ -8,9 +8,9 @@ import pytest
 from starlette.datastructures import Headers
 
 from trencadis.core.errors import Forbidden, StartupError
-from trencadis.server.config import argv
-from trencadis.server.config.config import ServerConfig
+from trencadis.server.config import command_line_parser
 from trencadis.server.config.resolve_settings import resolve_settings
+from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.http.request_middleware import make_record
 from trencadis.server.routes.auth import HostRules
 
@@ -59,7 +59,8 @@ def test_other_listeners_take_any_host_unless_told() -> None:
 
 def test_what_another_site_sends_changes_nothing() -> None:
     for bad in (
-        FOREIGN, OWN | {"sec-fetch-site": "cross-site"}, OWN | {"origin": "null"}, OWN | {"origin": "http://localhost:3"},
+        FOREIGN, OWN | {"sec-fetch-site": "cross-site"}, OWN | {"origin": "null"},
+        OWN | {"origin": "http://localhost:3"},
         OWN | {"origin": "http://127.0.0.1:80001"}, OWN | {"origin": "http://127.0.0.1:8000.evil.example"},
         OWN | {"origin": "http://127.0.0.1:8000", "sec-fetch-site": "cross-site"},
         FOREIGN | {"sec-fetch-site": "same-site"},
@@ -69,7 +70,8 @@ def test_what_another_site_sends_changes_nothing() -> None:
         assert all(allows_origin(method, bad) for method in ("GET", "HEAD", "OPTIONS"))
     for good in (
         OWN, OWN | {"origin": "http://127.0.0.1:8000"}, OWN | {"sec-fetch-site": "none"},
-        {"host": "a.example", "origin": "https://a.example:443"}, {"host": "a.example:80", "origin": "http://A.example"},
+        {"host": "a.example", "origin": "https://a.example:443"},
+        {"host": "a.example:80", "origin": "http://A.example"},
         {"host": "backend", "origin": "https://a.example", "sec-fetch-site": "same-origin"},
     ):  # fmt: skip
         assert allows_origin("POST", good), good
@@ -98,7 +100,7 @@ def test_pages_reach_no_route_and_refusals_are_counted(harness: Any) -> None:
 @pytest.mark.parametrize("host", ["http://a", "a:80", "a/b", "", "a b", "..", "*.a", "::g", "ä.example"])
 def test_a_host_that_is_none_ends_the_start(host: str) -> None:
     with pytest.raises(StartupError, match=r"--allowed-hosts: .* is no host; give names, \.suffix") as caught:
-        resolve_settings(argv.parse(["m", "--allowed-hosts", f'["{host}"]']), {})
+        resolve_settings(command_line_parser.parse(["m", "--allowed-hosts", f'["{host}"]']), {})
     assert "\n" not in str(caught.value)
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.oracles.openapi_checks import check_declared, operation, spec_of
 from trencadis.core.errors import QueueFull, Unavailable
 from trencadis.core.process.engine_messages import EngineStats
-from trencadis.core.startup_progress import Warming
+from trencadis.core.startup_progress_and_warmup_pacing import Warming
 from trencadis.server.tenants.admission import Bounds
 
 JSON = {"content-type": "application/json"}

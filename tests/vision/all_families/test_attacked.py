@@ -20,7 +20,7 @@ from tests.vision.all_families.family_list import WRITERS
 from tests.vision.tiled_families import COMPARED
 from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import image_needs
+from trencadis.core.checkpoint.model_registry import image_needs
 from trencadis.core.errors import TrencadisError
 from trencadis.multimodal.sources import http_fetch
 

@@ -20,14 +20,14 @@ from benchmarks.vision.vision_models import KINDS
 from tests.hostile.mutated_files import FILES, mutate
 from tests.vision.all_families.family_list import WRITERS
 from tests.vision.extra_families import minicpmv, phi3_v
-from trencadis.backends.hpu.policy import policy
+from trencadis.backends.hpu.shape_policy import policy
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import family_of, image_needs, image_processor
+from trencadis.core.checkpoint.model_registry import family_of, image_needs, image_processor
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.multimodal.processor import PreparedImage
+from trencadis.multimodal.processor_interface import PreparedImage
 
 WITHIN = 5.0
 """Seconds of the processor: five times the bar."""

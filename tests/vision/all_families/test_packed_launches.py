@@ -13,18 +13,18 @@ from PIL import Image
 from benchmarks.packing import BARS, BLOCK, LENGTH, ROWS, TOKENS, Idle, drive, engine_of
 from benchmarks.traces.generate import image_chat
 from tests.vision.all_families.hub_configs import HUB, hub_config
-from trencadis.backends.hpu.policy import SERVING
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.registry import image_needs, image_sizes
+from trencadis.core.checkpoint.model_registry import image_needs, image_sizes
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.multimodal.placeholders import expand_placeholders
-from trencadis.multimodal.processor import PreparedImage
-from trencadis.multimodal.vit.processor import TileImageProcessor
+from trencadis.multimodal.processor_interface import PreparedImage
+from trencadis.multimodal.vit.tile_image_processor import TileImageProcessor
 
 CONCURRENT, WORD, IMAGE = 16, 5, 2
 UNLIKE = ("Qwen2.5-VL-3B", "Qwen2-VL-2B", "Pixtral-12B", "Mistral-Small-3.1")

@@ -18,13 +18,13 @@ from PIL import Image
 
 from tests.vision.all_families.family_list import WRITERS
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import image_processor
+from trencadis.core.checkpoint.model_registry import image_processor
 from trencadis.core.kv.block_pool import BlockHashChain
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.images.image_frontend import content_digest, processed_digest
 from trencadis.multimodal.placeholders import expand_placeholders
-from trencadis.multimodal.processor import PreparedImage
+from trencadis.multimodal.processor_interface import PreparedImage
 
 IMAGE, WORD, BLOCK, KEPT = 2, 5, 16, 4000
 PARAMS = SamplingParams()

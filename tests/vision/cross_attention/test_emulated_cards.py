@@ -10,8 +10,8 @@ import pytest
 
 from tests.vision.cross_attention.mllama_oracle import FIRST
 from tests.vision.cross_attention.test_chats import chats
-from trencadis.backends.cuda.twin.twin_recording import TwinRecording
-from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
+from trencadis.backends.cuda.cpu_twin.twin_recording import TwinRecording
+from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinRuntime
 from trencadis.core.cross_attention_inputs import VARIANT
 
 FLAGS: dict[str, Any] = {

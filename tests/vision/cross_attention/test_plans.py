@@ -13,12 +13,12 @@ import pytest
 from tests.fakes.meta_start import GIB, config_of, on_paper
 from tests.vision import test_plans
 from trencadis.backends.cuda.launches.input_buffer_bytes import cross_attention_bytes
-from trencadis.backends.cuda.policy import policy
+from trencadis.backends.cuda.shape_policy import policy
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import image_needs
+from trencadis.core.checkpoint.model_registry import image_needs
 from trencadis.core.cross_attention_inputs import planned_units
-from trencadis.core.device_policy import InputSizes
+from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.cache_plan import CacheOptions, plan_cpu
 from trencadis.core.memory.estimate import MemoryEstimator, arena_width

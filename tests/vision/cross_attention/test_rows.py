@@ -14,7 +14,7 @@ from tests.vision.cross_attention.mllama_oracle import BASE, FIRST, FORMS, Mllam
 from tests.vision.family_harness import DEVICES, FamilyHarness, Shown
 from trencadis import LLM
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import image_needs, image_processor
+from trencadis.core.checkpoint.model_registry import image_needs, image_processor
 from trencadis.core.errors import StartupError
 from trencadis.core.models.cross_attention import CrossAttentionDecoder
 

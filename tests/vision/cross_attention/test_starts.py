@@ -20,7 +20,7 @@ from tests.fakes.recorded_card import Records
 from tests.graphs import test_grid
 from tests.vision.cross_attention.test_plans import HUB
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import image_needs
+from trencadis.core.checkpoint.model_registry import image_needs
 
 LINE: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 2, "max_num_batched_tokens": 128}
 RESERVES = (0.0, 0.1, 0.2, 0.4, 0.6)

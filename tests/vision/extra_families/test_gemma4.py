@@ -18,7 +18,7 @@ from tests.vision import vision_checkpoints
 from tests.vision.family_harness import DEVICES, VARIANTS, FamilyHarness, Shown
 from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import image_needs, image_processor
+from trencadis.core.checkpoint.model_registry import image_needs, image_processor
 from trencadis.core.errors import StartupError
 from trencadis.multimodal.gemma4.processor import TOKENS
 

@@ -15,7 +15,7 @@ from tests.vision import vision_checkpoints
 from trencadis import LLM, SamplingParams
 from trencadis.backends.conformance.check_model.transformers_oracle import TransformersAnswers
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import image_processor, image_sizes
+from trencadis.core.checkpoint.model_registry import image_processor, image_sizes
 from trencadis.core.errors import StartupError
 from trencadis.multimodal.glm4v.config import sampled_positions
 

@@ -18,10 +18,10 @@ from tests.oracles.transformers_model import Oracle
 from tests.oracles.video_chats import chat, check_clip_answers
 from tests.vision.vision_checkpoints import IMAGE, glm4v
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import family_of, image_processor, import_object
+from trencadis.core.checkpoint.model_registry import family_of, image_processor, import_object
 from trencadis.core.errors import StartupError
 from trencadis.multimodal.media_options import MediaOptions
-from trencadis.multimodal.processor import PreparedVideo
+from trencadis.multimodal.processor_interface import PreparedVideo
 from trencadis.multimodal.videos.frame_sampling import FrameLimits, clip_frame_size, sample_clip_frames
 
 NAMES = {"Glm4v": "seconds", "Glm46V": "dense"}

@@ -21,7 +21,7 @@ from tests.vision.family_harness import DEVICES, VARIANTS, FamilyHarness
 from tests.vision.tiled_families import worst_row
 from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import image_needs, image_processor, image_sizes
+from trencadis.core.checkpoint.model_registry import image_needs, image_processor, image_sizes
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.multimodal.lfm2_vl.config import resized_positions
 

@@ -18,7 +18,7 @@ from tests.vision.extra_families.paligemma import EXAMPLE, installed, paligemma,
 from tests.vision.family_harness import VARIANTS
 from tests.vision.vision_checkpoints import IMAGE
 from trencadis import LLM, SamplingParams
-from trencadis.core.checkpoint import registry
+from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import StartupError
 from trencadis.server.cli.main import main
@@ -46,8 +46,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def forget() -> None:
-    registry.installed_families.cache_clear()
-    registry.family_of.cache_clear()
+    model_registry.installed_families.cache_clear()
+    model_registry.family_of.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -208,5 +208,5 @@ def test_forks_and_the_template(folder: Path, oracle: Any) -> None:
 ])  # fmt: skip
 def test_other_values_are_refused(file: str, key: str, value: Any, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(StartupError) as refused:
-        registry.image_processor(load_config(altered(folder, tmp_path / "altered", file, key, value)), {})
+        model_registry.image_processor(load_config(altered(folder, tmp_path / "altered", file, key, value)), {})
     assert key in str(refused.value) and "\n" not in str(refused.value)

@@ -18,7 +18,7 @@ from tests.vision.extra_families.phi3_v import BOS, Composed, Processor, phi3_v
 from tests.vision.tiled_families import COMPARED, ask
 from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.registry import image_needs, image_processor
+from trencadis.core.checkpoint.model_registry import image_needs, image_processor
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.multimodal.media_options import MediaOptions
 from trencadis.multimodal.normalisation import UNIT, downscale_bicubic, encode_fixed_point

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from trencadis.backends.cuda.kernels import tiles
+from trencadis.backends.cuda.kernels import tile_sizes
 from trencadis.core import envs
 
 LEAST = 90
@@ -27,7 +27,7 @@ def possible(device: torch.device) -> bool:
     """True if kernels on ``device`` use programmatic dependent launch, which the interpreter cannot, and which
     TRENCADIS_CUDA_DEPENDENT_LAUNCHES=0 turns off.
     """
-    return not knobs.runtime.interpret and tiles.arch_of(device) >= LEAST and _is_wanted()
+    return not knobs.runtime.interpret and tile_sizes.arch_of(device) >= LEAST and _is_wanted()
 
 
 @cache

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import online_softmax, paged_attention, tiles
+from trencadis.backends.cuda.kernels import online_softmax, paged_attention, tile_sizes
 from trencadis.backends.cuda.kernels.attention_tensors import SingleAttn
 from trencadis.backends.cuda.kernels.layers import dependent_launch
 from trencadis.backends.cuda.kernels.layers.dependent_launch import wait
@@ -46,7 +46,7 @@ def attend(
     q = qkv[:, : heads * d].view(n, heads, d)
     out = qkv.new_empty(n, heads, d)
     partial = paged_attention.partial(attn, q, kv)
-    tile = tiles.pick("attend_decode", q, heads // groups)
+    tile = tile_sizes.pick("attend_decode", q, heads // groups)
     depends = dependent_launch.possible(qkv.device)
     normed = norms is not None
     stages = max(tile.stages - (window > 0), 1)  # with all stages the loop at the window's edge spills on sm_90
@@ -55,7 +55,7 @@ def attend(
         norms.keys if norms else qkv, kv.k, kv.v, attn.slot_map, attn.row_start, attn.context, attn.blocks,
         attn.block_start, attn.item_row, attn.item_token, attn.item_begin, attn.item_stop, attn.item_part,
         attn.context.shape[0], scale * online_softmax.LOG2E.value, norms.eps if norms else 0.0,
-        GROUP=heads // groups, GROUPS=groups, D=d, LANES=tiles.lanes(d), M=tile.m, N=tile.n, BLOCK=kv.k.shape[1],
+        GROUP=heads // groups, GROUPS=groups, D=d, LANES=tile_sizes.lanes(d), M=tile.m, N=tile.n, BLOCK=kv.k.shape[1],
         PART=partial.weight.shape[3], WINDOW=window, NORMED=normed, DEPENDENT=depends,
         num_warps=tile.warps, num_stages=stages, **dependent_launch.options(depends),
     )  # fmt: skip

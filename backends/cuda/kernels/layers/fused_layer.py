@@ -9,15 +9,15 @@ from torch import Tensor
 
 from trencadis.backends.cpu.reference_ops import PlainWeight
 from trencadis.backends.cuda.kernels.attention_tensors import SingleAttn
-from trencadis.backends.cuda.kernels.layers import fused_decode_attention, skinny_codes, skinny_gemm
+from trencadis.backends.cuda.kernels.layers import fused_decode_attention, skinny_gemm, skinny_quantised_gemm
 from trencadis.backends.cuda.kernels.layers.fused_decode_attention import HeadNorms
 from trencadis.backends.cuda.kernels.layers.skinny_gemm import NormOf
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight
 from trencadis.core.device.backend import Attn, Rotary
 from trencadis.core.models.attention import Attention
 from trencadis.core.models.decoder_layer import DecoderLayer
-from trencadis.core.models.linear import Linear
-from trencadis.core.models.mlp import GatedMLP, RMSNorm
+from trencadis.core.models.linear_and_embedding import Linear
+from trencadis.core.models.mlp_and_norms import GatedMLP, RMSNorm
 
 
 class FusedLayer:
@@ -75,7 +75,7 @@ def multiply(
     """Multiplies by the single weight of a layer that ``can_fuse`` accepted (``skinny_gemm.product``)."""
     weight = linear.weights[0]
     if isinstance(weight, QuantisedWeight):
-        return skinny_codes.product(x, weight, arrived, norm, gate, residual)
+        return skinny_quantised_gemm.product(x, weight, arrived, norm, gate, residual)
     assert isinstance(weight, PlainWeight)
     return skinny_gemm.product(x, weight, arrived, norm, gate, residual)
 
@@ -122,7 +122,7 @@ def _takes(linear: Linear, x: Tensor) -> bool:
         return False
     w = linear.weights[0]
     if isinstance(w, QuantisedWeight):
-        return skinny_codes.fits(w)
+        return skinny_quantised_gemm.fits(w)
     if not isinstance(w, PlainWeight):
         return False
     sixteen = w.in_features * x.itemsize % 16 == 0 and w.weight.is_contiguous()

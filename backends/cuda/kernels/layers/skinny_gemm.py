@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trencadis.backends.cpu.reference_ops import PlainWeight
-from trencadis.backends.cuda.kernels import tiles
+from trencadis.backends.cuda.kernels import tile_sizes
 from trencadis.backends.cuda.kernels.layers import dependent_launch
 from trencadis.backends.cuda.kernels.layers.dependent_launch import fetch, wait
 
@@ -55,12 +55,14 @@ def step_of(x: Tensor) -> int:
     return 256 // x.itemsize
 
 
-def tile_of(x: Tensor, gate: bool) -> tiles.Tile:
+def tile_of(x: Tensor, gate: bool) -> tile_sizes.Tile:
     """Returns the tile; m: rows, n: features. The table's ``head`` is the columns of a step, its ``group`` 1 for two
     products.
     """
-    found = tiles.FORCED.get("skinny")
-    return found or tiles.find("skinny", tiles.arch_of(x.device), x.itemsize * 8, step_of(x), int(gate), "any")
+    found = tile_sizes.FORCED.get("skinny")
+    return found or tile_sizes.find(
+        "skinny", tile_sizes.arch_of(x.device), x.itemsize * 8, step_of(x), int(gate), "any"
+    )
 
 
 def pieces(features: int, steps: int, n: int) -> int:
@@ -78,7 +80,7 @@ class LaunchParts(NamedTuple):
         added, total: the norm's residual and its sum; ``x`` where there is none.
     """
 
-    tile: tiles.Tile
+    tile: tile_sizes.Tile
     cut: int
     steps: int
     feature_tiles: int

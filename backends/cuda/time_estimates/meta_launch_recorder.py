@@ -1,0 +1,372 @@
+"""The kernels that a decoding step launches, recorded from the code that serving runs: the model's bodies over the
+card's ops.
+
+Tensors have shapes and no memory, so a 72B model is recorded in a second. Each launch of a Triton kernel and each call
+of torch that starts a kernel is a ``RecordedKernel``; the recording of one layer counts for all equal layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trencadis.backends.cuda.launches.cuda_inputs import Sizes, arrays
+from trencadis.backends.cuda.ops import CudaOps
+from trencadis.backends.cuda.shape_policy import policy
+from trencadis.backends.cuda.time_estimates.kernel_times import (
+    ATTENTION,
+    COLLECTIVE,
+    HEAD,
+    PRODUCT,
+    ROWS,
+    RecordedKernel,
+)
+from trencadis.backends.cuda.weights.quantised_weight import E4M3, E5M2, INT4, INT8
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.engine_config import EngineConfig
+from trencadis.core.launches.host_inputs import SampleRow, head_inputs
+from trencadis.core.launches.persistent_tensors import allocate_persistent
+from trencadis.core.memory.estimate import kv_heads
+from trencadis.core.models import model_loader
+from trencadis.core.step import Sample, StepInputs
+from trencadis.core.vision_config import NO_SLOT
+
+KernelArguments = Mapping[str, Any]
+"""Arguments of a launch of a kernel by name: tensors and numbers."""
+BLOCK = 16
+META = torch.device("meta")
+
+CHUNK = 8192
+"""Tokens of a launch of a prompt, at most."""
+
+LIBRARY_TILE = (128, 256)
+"""Rows and columns of a program of a library's product, as cuBLAS has them for large products on an H100."""
+
+DECODING = {INT4: 6.9, INT8: 2.0, E4M3: 2.0, E5M2: 2.0}
+"""Kind of codes -> instructions of a lane for each of them. Those of 4 bits are counted: a trip of
+``coded_skinny_kernel`` over groups of 128 with zero points has 220 for 32 codes on sm_90 (docs/kernels.csv). The others
+are assumed.
+"""
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
+NO_KERNEL = (
+    "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "view", "_unsafe_view", "reshape",
+    "_reshape_alias", "transpose", "t", "split", "split_with_sizes", "slice", "select", "unsqueeze", "squeeze",
+    "expand", "permute", "as_strided", "detach", "alias", "unbind",
+)  # fmt: skip
+"""Torch calls that start no kernel."""
+
+
+GRID = ((1 << 31) - 1, 65_535, 65_535)
+"""Most programs of a launch along each axis."""
+
+
+def check_grid(grid: tuple[int, ...], name: str = "") -> None:
+    """Checks the programs of a launch.
+
+    Raises:
+        ValueError: a card does not launch so many along one axis.
+    """
+    for axis, (count, most) in enumerate(zip(grid, GRID, strict=False)):
+        if count > most:
+            raise ValueError(f"{name}: {count} programs along axis {axis} of a grid, of at most {most}")
+
+
+class KernelRecorder:
+    """Records the kernels that a step launches, instead of launching them: ``with
+    KernelRecorder(...).recording():``.
+
+    Args:
+        context: keys of each row.
+        seen: keys that all tokens see together; 0: each row has one token, which sees all of its row's.
+    """
+
+    def __init__(self, context: Sequence[int], seen: int = 0) -> None:
+        self.kernels: list[RecordedKernel] = []
+        self._context = context
+        self._seen = seen or sum(context)
+
+    def record_collective(self, x: Tensor) -> None:
+        """Records a collective over ``x``."""
+        self.kernels.append(RecordedKernel("all_reduce", COLLECTIVE, x.nbytes))
+
+    def record_launch(self, name: str, args: KernelArguments, programs: int = 0) -> None:
+        """Records a launch of a Triton kernel."""
+        found = _READS.get(name, _all_bytes)(args, self._context)
+        kind = ATTENTION if name in ATTENDING else HEAD if name in HEADS else ROWS
+        flops = codes = 0
+        if name in ATTENDING[:2]:
+            flops = 4 * self._seen * args["out"].shape[1] * args["out"].shape[2]
+        if name.startswith(("quantised", "experts", "skinny", "coded_skinny")):
+            kind = PRODUCT
+        if name == "skinny_kernel":
+            flops = 2 * args["x"].shape[0] * args["weight"].numel()
+        if name == "quantised_kernel":
+            rows = args["x"].shape[0]
+            codes = len(args["codes"]) * args["columns"] * -(-rows // args["M"])
+            flops = 2 * rows * len(args["codes"]) * args["columns"]
+        if name == "coded_skinny_kernel":
+            codes = len(args["codes"]) * args["COLUMNS"]
+            flops = 2 * args["x"].shape[0] * codes
+        if name == "decoding_kernel":
+            codes = args["out"].numel()
+        each = DECODING.get(args.get("KIND", -1), 0.0)
+        self.kernels.append(RecordedKernel(name, kind, found, flops, codes, each, programs if flops else 0))
+
+    def record_call(self, name: str, args: object, out: object) -> None:
+        """Records a call of torch."""
+        given = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        positional = [t for t in tree_leaves(args[0]) if isinstance(t, Tensor)] if isinstance(args, tuple) else given
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        moved = sum(t.nbytes for t in (*given, *made))
+        if name in PRODUCTS:
+            x, w = positional[-2:]
+            rows, columns = x.shape[-2], w.shape[-1]
+            programs = -(-rows // LIBRARY_TILE[0]) * -(-columns // LIBRARY_TILE[1])
+            flops = 2 * rows * x.shape[-1] * columns
+            self.kernels.append(RecordedKernel(name, PRODUCT, moved, flops, programs=programs))
+        elif name not in NO_KERNEL:
+            self.kernels.append(RecordedKernel(name, ROWS, moved))
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Context manager in which launches are recorded instead of run."""
+        from triton.runtime.interpreter import InterpretedFunction
+        from triton.runtime.jit import JITFunction
+
+        kinds: tuple[Any, ...] = (JITFunction, InterpretedFunction)
+        kept = [kind.run for kind in kinds]
+
+        def note(kernel: Any, *args: Any, grid: object = None, warmup: bool = False, **kwargs: Any) -> None:
+            name = getattr(kernel, "__name__", "") or kernel.fn.__name__
+            programs = 0
+            if isinstance(grid, tuple):
+                check_grid(grid, name)
+                programs = math.prod(grid)
+            self.record_launch(name, dict(zip(kernel.arg_names, args, strict=False)) | kwargs, programs)
+
+        for kind in kinds:
+            kind.run = note
+        try:
+            with _Calls(self), torch.no_grad():
+                yield
+        finally:
+            for kind, run in zip(kinds, kept, strict=True):
+                kind.run = run
+
+
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, recorder: KernelRecorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._recorder.record_call(func.overloadpacket.__name__, (args, kwargs or {}), out)
+        return out
+
+
+ATTENDING = ("items_kernel", "turned_items_kernel", "join_kernel")
+HEADS = ("greedy_parts_kernel", "greedy_pick_kernel", "parts_kernel", "draw_kernel", "told_kernel")
+
+
+def _all_bytes(args: KernelArguments, context: Sequence[int]) -> int:
+    """Returns the bytes of all tensors of a launch, each counted once."""
+    return sum(t.nbytes for t in {id(t): t for t in args.values() if isinstance(t, Tensor)}.values())
+
+
+def _attention_bytes(args: KernelArguments, context: Sequence[int]) -> int:
+    """Returns the bytes of each stored key and value once, plus queries and results."""
+    k, q = args["k"], args["out"]
+    return int(2 * sum(context) * k.shape[2] * k.shape[3] * k.itemsize + 2 * q.nbytes)
+
+
+def _skinny_bytes(args: KernelArguments, context: Sequence[int]) -> int:
+    """Returns the bytes of the weight, of inputs and outputs, and of the sums of the pieces, written and read."""
+    parts = {id(args[name]): args[name] for name in ("x", "added", "residual", "out")}
+    sums = 2 * args["sums"].nbytes if args["PIECES"] > 1 else 0
+    return int(args["weight"].nbytes + sum(t.nbytes for t in parts.values()) + sums)
+
+
+def _join_bytes(args: KernelArguments, context: Sequence[int]) -> int:
+    """Returns the bytes of the partial results of the items, at most all that the capacity allows, plus the output."""
+    held = args["part"].nbytes + args["weight"].nbytes
+    rows = args["out"].nbytes
+    pieces = sum(-(-keys // 256) for keys in context)
+    return int(min(held, 2 * rows * pieces // max(len(context), 1)) + rows)
+
+
+def _logits_bytes(args: KernelArguments, context: Sequence[int]) -> int:
+    """Returns the bytes of a launch's logits; the tables of all slots are only read for rows with penalties."""
+    found = args.get("logits")
+    return int(found.nbytes) if isinstance(found, Tensor) else 0
+
+
+def _rotary_bytes(args: KernelArguments, context: Sequence[int]) -> int:
+    """Returns the bytes of queries, keys and values, read and written, without the rest of the cache."""
+    return 2 * sum(int(args[name].nbytes) for name in ("q", "k", "v") if isinstance(args.get(name), Tensor))
+
+
+_READS: dict[str, Callable[[KernelArguments, Sequence[int]], int]] = {
+    "items_kernel": _attention_bytes,
+    "turned_items_kernel": _attention_bytes,
+    "skinny_kernel": _skinny_bytes,
+    "join_kernel": _join_bytes,
+    "decoding_kernel": lambda args, context: args["out"].nbytes + args["out"].shape[0] * args["codes"].shape[1],
+    "rope_kernel": _rotary_bytes,
+    "_embed": lambda args, context: 2 * args["out"].nbytes,
+    "_gather": lambda args, context: 2 * args["out"].nbytes,
+    "_scatter": lambda args, context: 2 * args["values"].nbytes,
+    **dict.fromkeys(HEADS, _logits_bytes),
+}
+"""Kernel -> function that counts its bytes, for kernels that read only a part of their arguments."""
+
+
+class MeteredRanks:
+    """``core.device.backend.Comm`` of rank 0 of ``world`` that records collectives instead of running them."""
+
+    def __init__(self, world: int) -> None:
+        self.rank, self.world = 0, world
+        self.recorder: KernelRecorder | None = None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._note(x)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self._note(x)
+        return x.new_empty(*x.shape[:-1], x.shape[-1] * self.world)
+
+    def least(self, values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(values)
+
+    def _note(self, x: Tensor) -> None:
+        if self.recorder is not None and self.world > 1:
+            self.recorder.record_collective(x)
+
+
+class OpByOp(CudaOps):
+    """Ops that run every layer op by op, as other engines do."""
+
+    whole_layers: ClassVar[bool] = False
+
+
+class MetaCard:
+    """The subset of ``core.device.backend.Backend`` that a model's bodies need, over meta tensors."""
+
+    name, values, device, notes = "cuda", False, META, ()
+
+    def __init__(self, world: int, whole_layers: bool = True) -> None:
+        ops = CudaOps() if whole_layers else OpByOp()
+        self.dtype, self.ops, self.comm = torch.bfloat16, ops, MeteredRanks(world)
+        self.policy = dataclasses.replace(policy(""), host_weights=False)
+        self.slot = NO_SLOT
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=META)
+
+
+class DecodeRecorder:
+    """Records decoding steps and prompts of one model on one of ``ranks`` cards; without ``whole_layers`` op by op."""
+
+    def __init__(self, model: ModelConfig, ranks: int = 1, processors: int = 132, whole_layers: bool = True) -> None:
+        self.config, self.ranks, self.processors = model, ranks, processors
+        self.card: Any = MetaCard(ranks, whole_layers)
+        card: Any = self.card
+        self.model: Any = model_loader.load_model(model, card, EngineConfig(load_format="dummy", dtype="bfloat16"))
+        forms = [kv_heads(form, ranks) for form in model.text.layer_forms]
+        self.heads = forms[0]
+        self.group = max(max(-(-model.text.heads // ranks) // heads, 1) for heads in forms)
+        self.card.ops.query_group = self.group if len(set(forms)) > 1 else 0
+
+    def step(self, rows: int, context: int, draws: bool = False) -> list[RecordedKernel]:
+        """Records what one step launches for ``rows`` rows of ``context`` keys each: DECODE, and SAMPLE."""
+        blocks = -(-(context + 1) // BLOCK)
+        held = allocate_persistent(
+            self.config, self.card, blocks=64, block_size=BLOCK, arena_rows=4, seqs=rows, tokens=max(rows, 16)
+        )
+        self.model.bind(held)
+        text = self.config.text
+        sizes = Sizes(BLOCK, blocks, text.vocab, self.heads, self.processors, group=self.group)
+        recorder = self.card.comm.recorder = KernelRecorder([context + 1] * rows)
+        decode = _tensors(arrays(Bucket(Stage.DECODE, (rows,)), _single(rows, context, blocks), sizes))
+        inputs = head_inputs([SampleRow(1 + i, 1 + i, Sample(full=draws)) for i in range(rows)], text.vocab)
+        sample = _tensors(arrays(Bucket(Stage.SAMPLE, (rows,), "draw" if draws else "greedy"), inputs, sizes))
+        with recorder.recording():
+            self.model.text(decode)
+            if draws:
+                self.model.drawn_head(sample)
+            else:
+                self.model.head(sample, False)
+        self.card.comm.recorder = None
+        return recorder.kernels
+
+    def prompt(self, tokens: int) -> list[list[RecordedKernel]]:
+        """Records what a prompt of ``tokens`` tokens launches, a list for each of its launches."""
+        made = []
+        for begin in range(0, tokens, CHUNK):
+            count = min(CHUNK, tokens - begin)
+            made.append(self._chunk(count, begin, begin + count == tokens))
+        return made
+
+    def _chunk(self, tokens: int, before: int, last: bool) -> list[RecordedKernel]:
+        """Records ``tokens`` tokens of one row after ``before`` stored ones, and SAMPLE if they are the ``last``."""
+        blocks = -(-(before + tokens + 1) // BLOCK)
+        held = allocate_persistent(
+            self.config, self.card, blocks=64, block_size=BLOCK, arena_rows=4, seqs=1, tokens=max(tokens, 16)
+        )
+        self.model.bind(held)
+        text = self.config.text
+        sizes = Sizes(BLOCK, blocks, text.vocab, self.heads, self.processors, group=self.group)
+        seen = tokens * before + tokens * (tokens + 1) // 2
+        recorder = self.card.comm.recorder = KernelRecorder([before + tokens], seen)
+        inputs = _single_row(tokens, before, blocks)
+        launch = _tensors(arrays(Bucket(Stage.PREFILL, (tokens, 1)), inputs, sizes))
+        head = head_inputs([SampleRow(1, 1, Sample(full=False))], text.vocab)
+        sample = _tensors(arrays(Bucket(Stage.SAMPLE, (1,), "greedy"), head, sizes))
+        with recorder.recording():
+            self.model.text(launch)
+            if last:
+                self.model.head(sample, False)
+        self.card.comm.recorder = None
+        return recorder.kernels
+
+
+def _single_row(tokens: int, before: int, blocks: int) -> StepInputs:
+    """Returns inputs of one row of ``tokens`` tokens after ``before`` stored ones."""
+    nothing, one = np.zeros(tokens, np.int32), np.ones(1, np.int32)
+    return StepInputs(
+        tokens=nothing, from_slot=nothing, positions=np.zeros((3, tokens), np.int32), image_row=nothing,
+        out_row=np.arange(1, tokens + 1, dtype=np.int32), row_start=np.array([0, tokens], np.int32),
+        context=np.array([before], np.int32), blocks=np.full((1, blocks), 2, np.int32), slot=one, adapter=one * 0,
+    )  # fmt: skip
+
+
+def _single(rows: int, context: int, blocks: int) -> StepInputs:
+    """Returns inputs of rows of one token each, all over the same blocks."""
+    index, nothing = np.arange(rows + 1, dtype=np.int32), np.zeros(rows, np.int32)
+    return StepInputs(
+        tokens=nothing, from_slot=nothing, positions=np.zeros((3, rows), np.int32), image_row=nothing,
+        out_row=index[1:], row_start=index, context=np.full(rows, context, np.int32),
+        blocks=np.full((rows, blocks), 2, np.int32), slot=index[1:], adapter=nothing,
+    )  # fmt: skip
+
+
+def _tensors(tree: Any) -> Any:
+    """Replaces arrays by tensors without memory."""
+    if isinstance(tree, np.ndarray):
+        return torch.empty(tree.shape, dtype=torch.from_numpy(np.empty(0, tree.dtype)).dtype, device=META)
+    return tree if tree is None else type(tree)(*map(_tensors, tree))

@@ -1,0 +1,215 @@
+"""``trencadis plan --time``: the estimated time of a decoding step and of prompts on a card, its parts, and its
+sensitivity to each constant.
+
+Timeline of host and device: steps that follow each other at a given depth, and the idle time of the device. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from trencadis.backends.cuda.time_estimates.kernel_times import (
+    DEFAULT,
+    SCALED,
+    CardTimes,
+    KernelTimes,
+    RecordedKernel,
+    card,
+    sources,
+    time_of,
+)
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.json_types import JsonObject
+
+
+class HostStep(NamedTuple):
+    """Seconds of the host for one step: before its launch, and after its result has arrived."""
+
+    before: float
+    after: float
+
+
+class Timeline(NamedTuple):
+    """Result of simulating some steps; seconds."""
+
+    steps: int
+    total: float
+    busy: float
+    longest: float  # longest idle time of the device
+
+    @property
+    def idle(self) -> float:
+        """Share of the time in which the device waits for the host."""
+        return 1 - self.busy / self.total if self.total else 0.0
+
+    @property
+    def step(self) -> float:
+        """Mean seconds from the end of one step to the end of the next."""
+        return self.total / max(self.steps, 1)
+
+
+def simulate_timeline(steps: Iterable[tuple[HostStep, float]], depth: int = 1) -> Timeline:
+    """Simulates steps that follow each other, given as (host, device seconds).
+
+    The host launches a step, and takes the result of the one ``depth`` steps before it as soon as that is done; the
+    device begins a step once it is launched and the one before has ended. The time counts from the start of the first
+    step on the device.
+    """
+    host = free = begun = busy = longest = 0.0
+    ended: list[float] = []
+    taken: list[HostStep] = []
+    for index, (work, device) in enumerate(steps):
+        host += work.before
+        start = max(host, free)
+        if index:
+            longest = max(longest, start - free)
+        else:
+            begun = start
+        free, busy = start + device, busy + device
+        ended.append(free)
+        taken.append(work)
+        if index >= depth:
+            host = max(host, ended[index - depth]) + taken[index - depth].after
+    return Timeline(len(ended), free - begun, busy, longest)
+
+
+ROWS, CONTEXT, STEPS = (1, 32, 256), 1024, 200
+PROMPTS = (2048, 8192, 32_768)
+"""Tokens of the prompts whose time to the first token is estimated."""
+CHANGE = 0.5
+
+AFTER = 0.25
+"""Share of the host's work that waits for the result of a step: update, and the work after it."""
+
+LIMITS = {
+    "products": "reading weights", "attention": "reading keys and values", "small kernels": "small kernels",
+    "head": "the head", "collectives": "sums over ranks", "gaps": "gaps between kernels", "host": "the host",
+}  # fmt: skip
+
+
+PROMPT_PARTS = {**LIMITS, "products": "products", "attention": "attention"}
+
+
+def step_time(
+    kernels: Sequence[RecordedKernel], rows: int, on: CardTimes, depth: int = 1
+) -> tuple[KernelTimes, Timeline]:
+    """Returns (the device's seconds, the timeline of host and device over several steps)."""
+    device = time_of(list(kernels), on)
+    host = on.host_step(rows)
+    work = HostStep(host * (1 - AFTER), host * AFTER)
+    return device, simulate_timeline(((work, device.total + on.graph) for _ in range(STEPS)), depth)
+
+
+def parts(device: KernelTimes, line: Timeline) -> dict[str, float]:
+    """Returns the seconds of a step by cause; they add up to the step."""
+    waits = max(line.step - device.total, 0.0)
+    return {**device.kinds, "gaps": device.gaps, "host": waits}
+
+
+def sensitivity(kernels: Sequence[RecordedKernel], rows: int, on: CardTimes, depth: int) -> dict[str, list[float]]:
+    """Returns how a step changes if one constant is CHANGE smaller or larger: constant -> changes as shares of the
+    step.
+    """
+    base = step_time(kernels, rows, on, depth)[1].step
+
+    def change_in_step(other: CardTimes) -> float:
+        return step_time(kernels, rows, other, depth)[1].step / base - 1
+
+    found = {
+        name: [change_in_step(replace(on, **{name: getattr(on, name) * (1 + sign * CHANGE)})) for sign in (-1, 1)]
+        for name in SCALED
+    }
+    hosts = [tuple((n, s * (1 + sign * CHANGE)) for n, s in on.host) for sign in (-1, 1)]
+    return found | {"host": [change_in_step(replace(on, host=host)) for host in hosts]}
+
+
+def weight_seconds(kernels: Sequence[RecordedKernel], on: CardTimes) -> float:
+    """Returns the seconds that reading the weights of a step takes at the card's full bandwidth."""
+    return sum(k.bytes for k in kernels if k.kind == "products") / on.bandwidth
+
+
+def times(
+    model: ModelConfig, ranks: int = 1, name: str = "", rows: Sequence[int] = ROWS, context: int = CONTEXT,
+    depth: int = 1, prompts: Sequence[int] = PROMPTS,
+) -> JsonObject:  # fmt: skip
+    """Computes the report as plain values, in seconds.
+
+    Raises:
+        StartupError: there are no figures of the card, or this Python has no torch or no triton.
+    """
+    try:
+        from trencadis.backends.cuda.time_estimates.meta_launch_recorder import DecodeRecorder
+    except ImportError as error:
+        raise StartupError(f"plan --time records launches and needs torch and triton: {error}") from error
+    on = card(name or DEFAULT)
+    recorder = DecodeRecorder(model, ranks, int(on.processors))
+    loads = [_load(recorder.step(count, context), count, on, depth) for count in rows]
+    longest = [n for n in prompts if n <= model.text.max_positions]
+    return {
+        "model": model.name, "card": on.name, "ranks": ranks, "context": context, "depth": depth, "loads": loads,
+        "prompts": [_prompt(recorder.prompt(count), count, on) for count in longest],
+        "sources": {**sources(on.name), "host": "our own: docs/benchmarks.md"},
+    }  # fmt: skip
+
+
+def _load(kernels: Sequence[RecordedKernel], rows: int, on: CardTimes, depth: int) -> JsonObject:
+    device, line = step_time(kernels, rows, on, depth)
+    shares = parts(device, line)
+    largest = max(shares, key=lambda part: shares[part])
+    return {
+        "rows": rows,
+        "kernels": len(kernels),
+        "tpot": line.step,
+        "device": device.total,
+        "idle": line.idle,
+        "tokens_per_second": rows / line.step,
+        "parts": shares,
+        "limit": LIMITS[largest],
+        "over_weights": line.step / weight_seconds(kernels, on),
+        "sensitivity": sensitivity(kernels, rows, on, depth),
+    }
+
+
+def _prompt(launches: Sequence[Sequence[RecordedKernel]], tokens: int, on: CardTimes) -> JsonObject:
+    """The first launch waits for the host; the others are issued while those before them run."""
+    made = [time_of(list(kernels), on) for kernels in launches]
+    shares = {kind: sum(one.kinds[kind] for one in made) for kind in made[0].kinds}
+    shares |= {"gaps": sum(one.gaps for one in made), "host": on.host_step(1)}
+    return {
+        "tokens": tokens, "launches": len(made), "kernels": sum(map(len, launches)),
+        "ttft": sum(shares.values()) + on.graph, "parts": shares,
+    }  # fmt: skip
+
+
+def lines(report: JsonObject) -> Iterator[str]:
+    """Yields the lines of the printed report."""
+    ranks = f"{report['ranks']} x " if report["ranks"] > 1 else ""
+    yield (
+        f"decoding on {ranks}{report['card']}, context {report['context']}: estimates from published figures, nothing "
+        "measured here"
+    )
+    for load in report["loads"]:
+        shares = sorted(load["parts"].items(), key=lambda part: -part[1])
+        shares_text = ", ".join(f"{LIMITS[part]} {taken / load['tpot']:.0%}" for part, taken in shares if taken > 0)
+        yield (
+            f"  {load['rows']:>3} rows: TPOT {1e3 * load['tpot']:.2f} ms ({load['over_weights']:.2f} x reading the "
+            f"weights), {load['tokens_per_second']:,.0f} tokens/s, {load['kernels']} kernels, device idle "
+            f"{load['idle']:.1%}; limit: {load['limit']}"
+        )
+        yield f"            {shares_text}"
+        changes = sorted(load["sensitivity"].items(), key=lambda one: -max(map(abs, one[1])))
+        moved = ", ".join(
+            f"{n} {less:+.0%}/{more:+.0%}" for n, (less, more) in changes if max(abs(less), abs(more)) >= 0.005
+        )
+        yield f"            a constant 50 % less / more: {moved}"
+    for prompt in report["prompts"]:
+        shares = sorted(prompt["parts"].items(), key=lambda part: -part[1])
+        shares_text = ", ".join(
+            f"{PROMPT_PARTS[part]} {taken / prompt['ttft']:.0%}" for part, taken in shares if taken > 0
+        )
+        yield f"  prompt of {prompt['tokens']:,} tokens: TTFT {1e3 * prompt['ttft']:.1f} ms; {shares_text}"
+    yield "  sources:"
+    yield from (f"    {name}: {source}" for name, source in report["sources"].items())
