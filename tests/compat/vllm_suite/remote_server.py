@@ -25,6 +25,8 @@ ROCM_ENV_OVERRIDES: dict[str, str] = {}
 ROOM = ["--kv-cache-memory-bytes", "128MiB", "--threads", "1", "--allowed-media-domains", "127.0.0.1"]
 MOST_TOKENS = "3000"
 """Longest answer of a model that has not learned to end one, unless a test says otherwise."""
+SHORT_ANSWERS = ["--override-generation-config", '{"max_new_tokens": 1000}']
+"""Bounds the answers of requests without a limit, where a test gives its server a long context."""
 START = 120.0
 """Seconds until a server must answer."""
 
@@ -85,6 +87,8 @@ class RemoteOpenAIServer:
             given += ["--max-model-len", MOST_TOKENS]
         if override_hf_configs is not None:
             given += ["--hf-overrides", json.dumps(override_hf_configs)]
+        generates = Path(find_checkpoint(model)).name == "demo" and "--runner" not in given
+        given += SHORT_ANSWERS if generates and SHORT_ANSWERS[0] not in given else []
         given += [] if seed is None else ["--seed", str(seed)]
         command = [os.environ["TRENCADIS_PYTHON"], "-m", "trencadis", "serve", find_checkpoint(model), *given, *ROOM]
         environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | (env_dict or {})
