@@ -130,7 +130,6 @@ _FORMER_MODULES = {
     "multimodal.decode_workers.worker_messages": "multimodal.workers.pipe",
     "multimodal.decode_workers.worker_pool": "multimodal.workers.pool",
     "multimodal.decode_workers.worker_process": "multimodal.workers.process",
-    "multimodal.gemma3.family": "multimodal.gemma3.config",
     "multimodal.glm4v.model": "multimodal.glm4v.tower",
     "multimodal.idefics3": "multimodal.smolvlm",
     "multimodal.idefics3.family": "multimodal.smolvlm.family",

@@ -17,7 +17,7 @@ from trencadis.core.models.mlp_and_norms import RMSNorm, norm_of
 from trencadis.core.models.tower_decoder import TowerDecoder
 from trencadis.core.shared_constants import SINK_ROW, WINDOW_SLOTS
 from trencadis.core.step import Encode, VisionInputs
-from trencadis.multimodal.gemma4.family import MERGE, Gemma4VisionConfig, PatchEmbedConfig
+from trencadis.multimodal.gemma4.config import MERGE, Gemma4VisionConfig, PatchEmbedConfig
 from trencadis.multimodal.gemma4.processor import PIXELS, UNIT_PIXELS
 from trencadis.multimodal.patch_packing import pack_whole_images, patch_coordinates
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS

@@ -16,7 +16,7 @@ from trencadis.core.models.mlp_and_norms import norm_of
 from trencadis.core.models.tower_decoder import TowerDecoder
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.step import Encode, VisionInputs
-from trencadis.multimodal.minicpmv4_6.family import SIDE, WINDOW, MiniCPMVisionConfig
+from trencadis.multimodal.minicpmv4_6.config import SIDE, WINDOW, MiniCPMVisionConfig
 from trencadis.multimodal.minicpmv4_6.processor import load_normalisation, nearest_positions
 from trencadis.multimodal.normalisation import PixelNormalisation
 from trencadis.multimodal.patch_packing import pack_whole_images

@@ -17,7 +17,7 @@ from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.shared_constants import WINDOW_SLOTS, align_up
 from trencadis.core.step import Int32
-from trencadis.multimodal.minicpmv4_6.family import SIDE, MiniCPMVisionConfig
+from trencadis.multimodal.minicpmv4_6.config import SIDE, MiniCPMVisionConfig
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation, read_normalisation
 from trencadis.multimodal.patch_packing import MAX_ASPECT, patch_coordinates
 from trencadis.multimodal.placeholders import expand_placeholders
