@@ -140,7 +140,7 @@ _FORMER_MODULES = {
     "multimodal.images.image_header": "multimodal.images.header",
     "multimodal.images.pil_decode": "multimodal.images.decode multimodal.images.image_job multimodal.images.jobs",
     "multimodal.images.processor_cache": "multimodal.images.cache multimodal.media_uuids multimodal.uuids",
-    "multimodal.llava.family": "multimodal.llava.clip multimodal.llava.clip_config",
+    "multimodal.llava.config": "multimodal.llava.clip multimodal.llava.clip_config",
     "multimodal.media_options": "multimodal.images.limits multimodal.images.mm_processor_kwargs multimodal.options",
     "multimodal.media_timing": "multimodal.stages",
     "multimodal.mllama": "multimodal.mllama_tower multimodal.stacks",

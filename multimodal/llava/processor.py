@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.json_types import JsonMapping
-from trencadis.multimodal.llava.family import read_settings
+from trencadis.multimodal.normalisation import PixelNormalisation, read_normalisation
 from trencadis.multimodal.pixtral import processor as pixtral
 from trencadis.multimodal.pixtral.config import PixtralVisionConfig
 from trencadis.multimodal.processor_interface import ImageGeometry
@@ -20,10 +21,12 @@ from trencadis.multimodal.vit.tile_image_processor import (
     UInt8,
     check_processor_kwargs,
     get_vision_config,
+    read_processor_settings,
     shared_processor_fields,
 )
 
 PROCESSOR_TYPES = ("CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPImageProcessorPil")
+BICUBIC = 3
 
 
 @dataclass(frozen=True)
@@ -69,3 +72,27 @@ def image_sizes(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "p
     if isinstance(config.vision, PixtralVisionConfig):
         return pixtral.image_sizes(config, mm_kwargs)
     return ClipImageProcessor(**shared_processor_fields(get_vision_config(config))).compute_geometry
+
+
+def read_settings(path: Path, image: int, kinds: tuple[str, ...]) -> PixelNormalisation:
+    """Reads the pixel normalisation from a checkpoint's processor file; other settings are checked.
+
+    Raises:
+        StartupError: there is no file, or a value is not implemented.
+    """
+    c = read_processor_settings(path)
+    c.only("image_processor_type", kinds, kinds[0])
+    for key in ("do_resize", "do_center_crop"):
+        c.only(key, (True,), True)
+    c.only("resample", (BICUBIC,), BICUBIC)
+    size = c.within("size", {"shortest_edge": 224})
+    size.only("shortest_edge", (image,), 224)
+    if set(size.values) - {"shortest_edge"}:
+        c.refuse("size", "implemented: shortest_edge alone")
+    if isinstance(c.values.get("crop_size"), int):
+        c.only("crop_size", (image,))
+    else:
+        crop = c.within("crop_size", {"height": 224, "width": 224})
+        for key in ("height", "width"):
+            crop.only(key, (image,), 224)
+    return read_normalisation(c)
