@@ -22,8 +22,9 @@ from trencadis.multimodal.decode_workers.worker_pool import MAX_WORKERS, MEMORY_
 from trencadis.multimodal.images.image_decode_client import ImageDecoder, array_to_image, is_array
 from trencadis.multimodal.images.image_header import MAX_IMAGE_PIXELS, Header, inspect_header
 from trencadis.multimodal.images.pil_decode import load_pil_image
-from trencadis.multimodal.images.processor_cache import ProcessorCache, UuidRegistry
+from trencadis.multimodal.images.processor_cache import ProcessorCache
 from trencadis.multimodal.media_options import NO_OPTIONS, NO_SCOPE, MediaPart, MediaScope
+from trencadis.multimodal.media_uuids import UuidRegistry
 from trencadis.multimodal.processor_interface import PreparedImage, Processor
 from trencadis.multimodal.sources.media_loader import MediaLoader, MediaPermits, is_web_url
 

@@ -1,12 +1,8 @@
-"""Cache of prepared images by digest, and clients' own names for media, of which only digests are stored.
-
-The cache is an LRU bounded in bytes, in which concurrent requests for a key share the work.
-"""
+"""Cache of prepared images by digest, an LRU bounded in bytes; concurrent requests for a key share the work."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -14,7 +10,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import Protocol
 
-from trencadis.core.errors import Conflict, TrencadisError
+from trencadis.core.errors import TrencadisError
 from trencadis.multimodal.processor_interface import PreparedImage
 
 
@@ -197,63 +193,3 @@ def _shared_result(error: BaseException | None, pending: Future[PreparedImage]) 
     if isinstance(error, TrencadisError):
         raise type(error)(error.message, param=error.param, retry_after=error.retry_after)
     return pending.result()
-
-
-ENTRIES = 1 << 16
-"""Most names that are stored; about 250 bytes each."""
-UUID_CONFLICT = "This uuid already names other media; use a new one for other bytes."
-
-
-class UuidRegistry:
-    """A bounded LRU from names to content digests, safe across threads.
-
-    A name belongs to its tenant and salt: no tenant can read another's names or clash with them.
-    """
-
-    def __init__(self, entries: int = ENTRIES) -> None:
-        self._entries = entries
-        self._content: OrderedDict[bytes, str] = OrderedDict()
-        self._lock = Lock()
-
-    def __len__(self) -> int:
-        return len(self._content)
-
-    def find(self, tenant: str, salt: str, uuid: str) -> str | None:
-        """Returns the digest that the name stands for, or None."""
-        name = name_digest(tenant, salt, uuid)
-        with self._lock:
-            if name in self._content:
-                self._content.move_to_end(name)
-            return self._content.get(name)
-
-    def check(self, tenant: str, salt: str, uuid: str, content: str) -> None:
-        """Checks that the name is free or stands for ``content``.
-
-        Raises:
-            Conflict: it stands for other content.
-        """
-        if self.find(tenant, salt, uuid) not in (None, content):
-            raise Conflict(UUID_CONFLICT)
-
-    def remember(self, tenant: str, salt: str, uuid: str, content: str) -> None:
-        """Assigns the name to ``content``; called once that has been decoded and is known to be an image or video.
-
-        Raises:
-            Conflict: it stands for other content.
-        """
-        name = name_digest(tenant, salt, uuid)
-        with self._lock:
-            if self._content.setdefault(name, content) != content:
-                raise Conflict(UUID_CONFLICT)
-            self._content.move_to_end(name)
-            if len(self._content) > self._entries:
-                self._content.popitem(last=False)
-
-
-def name_digest(tenant: str, salt: str, uuid: str) -> bytes:
-    """Returns a digest (24 bytes) of the triple.
-
-    Each part is preceded by its length, so that no two triples give the same bytes.
-    """
-    parts = [p.encode("utf-8", "surrogatepass") for p in (tenant, salt, uuid)]
-    return hashlib.blake2b(b"".join(b"%d:" % len(p) + p for p in parts), digest_size=24).digest()

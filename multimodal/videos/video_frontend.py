@@ -24,7 +24,7 @@ from trencadis.multimodal.decode_workers.worker_pool import Job, JobResult
 from trencadis.multimodal.images.image_decode_client import ImageDecoder, array_to_frames, array_to_image, is_array
 from trencadis.multimodal.images.image_frontend import cache_key, content_digest
 from trencadis.multimodal.images.pil_decode import load_pil_image
-from trencadis.multimodal.images.processor_cache import ProcessorCache, Unshared, UuidRegistry
+from trencadis.multimodal.images.processor_cache import ProcessorCache, Unshared
 from trencadis.multimodal.media_options import (
     NO_OPTIONS,
     NO_SCOPE,
@@ -33,6 +33,7 @@ from trencadis.multimodal.media_options import (
     MediaScope,
     refuse_num_crops,
 )
+from trencadis.multimodal.media_uuids import UuidRegistry
 from trencadis.multimodal.patch_packing import count_slots, count_tokens
 from trencadis.multimodal.processor_interface import PreparedImage, PreparedVideo, VideoProcessor
 from trencadis.multimodal.sources.media_loader import MediaLoader, MediaPermits, is_web_url

@@ -22,7 +22,7 @@ from threading import RLock
 from typing import Final
 
 from trencadis.core.errors import Conflict
-from trencadis.multimodal.images.processor_cache import UUID_CONFLICT, UuidRegistry, name_digest
+from trencadis.multimodal.media_uuids import UUID_CONFLICT, UuidRegistry, name_digest
 from trencadis.server.tenants.admission import NAMES, Admission, Amounts, BodyBudget, Bounds
 from trencadis.server.tenants.tenant_registry import RATES, KeyFileError, Tenant, TenantAccount
 
@@ -36,7 +36,7 @@ MAX_TENANTS: Final = TENANT_ROWS * 3 // 4
 UUID_SETS: Final = 1 << 12
 UUID_WAYS: Final = 16
 """Entries per set of media uuids; the least recently used one is replaced. In total as many as
-``multimodal.images.processor_cache.ENTRIES``.
+``multimodal.media_uuids.ENTRIES``.
 """
 UUID_BYTES: Final = 64
 """Bytes of an entry: name (24), content (32), time of last use (8)."""

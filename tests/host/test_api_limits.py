@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from trencadis.core.errors import Conflict, KeyLimitReached, QueueFull, StartupError
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request, SamplingParams
-from trencadis.multimodal.images.processor_cache import UuidRegistry, name_digest
+from trencadis.multimodal.media_uuids import UuidRegistry, name_digest
 from trencadis.multimodal.processor_interface import PlaceholderRun, PreparedImage, PreparedVideo
 from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.engine.engine_client import DeltaCallback

@@ -23,8 +23,9 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.process.heap_trimmer import trim
 from trencadis.core.request import SamplingParams
 from trencadis.multimodal.images.image_frontend import ImageFrontend
-from trencadis.multimodal.images.processor_cache import ProcessorCache, UuidRegistry
+from trencadis.multimodal.images.processor_cache import ProcessorCache
 from trencadis.multimodal.media_options import MediaPart, MediaScope
+from trencadis.multimodal.media_uuids import UuidRegistry
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 from trencadis.multimodal.sources.media_loader import MediaLoader
 from trencadis.server.prompts.multimodal_inputs import PlaceholderJoiner
