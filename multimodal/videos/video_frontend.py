@@ -37,7 +37,8 @@ from trencadis.multimodal.media_uuids import UuidRegistry
 from trencadis.multimodal.patch_packing import count_slots, count_tokens
 from trencadis.multimodal.processor_interface import PreparedImage, PreparedVideo, VideoProcessor
 from trencadis.multimodal.sources.media_loader import MediaLoader, MediaPermits, is_web_url
-from trencadis.multimodal.videos.frame_sampling import FRAMES_PER_PATCH, FrameLimits
+from trencadis.multimodal.videos.frame_limits import FrameLimits
+from trencadis.multimodal.videos.frame_sampling import FRAMES_PER_PATCH
 from trencadis.multimodal.videos.video_job import FramePart
 
 FRAME_PIXELS = 1 << 26
