@@ -79,7 +79,7 @@ _LAZY = {
     "GuidedDecodingParams": ("trencadis.core.structured_outputs", "GuidedDecodingParams"),
     "LLMEngine": ("trencadis.llm_engine", "LLMEngine"),
     "LLM": ("trencadis.llm", "LLM"),
-    "LoRARequest": ("trencadis.prompt_inputs", "LoRARequest"),
+    "LoRARequest": ("trencadis.offline_adapters", "LoRARequest"),
     "Logprob": ("trencadis.outputs", "Logprob"),
     "PoolingOutput": ("trencadis.outputs", "PoolingOutput"),
     "PoolingParams": ("trencadis.server.protocol.pooling_params", "PoolingParams"),
@@ -113,6 +113,7 @@ if TYPE_CHECKING:
     from trencadis.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser, load_chat_template
     from trencadis.llm import LLM
     from trencadis.llm_engine import LLMEngine
+    from trencadis.offline_adapters import LoRARequest
     from trencadis.offline_beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from trencadis.outputs import (
         ClassificationOutput,
@@ -128,7 +129,7 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
-    from trencadis.prompt_inputs import LoRARequest, PromptType, TextPrompt, TokensPrompt
+    from trencadis.prompt_inputs import PromptType, TextPrompt, TokensPrompt
     from trencadis.server.protocol.pooling_params import PoolingParams
 
 

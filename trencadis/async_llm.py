@@ -17,18 +17,11 @@ from trencadis.core.json_types import JsonMapping
 from trencadis.core.process import engine_messages
 from trencadis.engine_args import AsyncEngineArgs, build_offline_setup
 from trencadis.metrics_reader import MetricValue, make_metrics, read_metrics
+from trencadis.offline_adapters import LoRARequest, OfflineAdapters
 from trencadis.offline_beam_search import GenerationParams, engine_params
 from trencadis.offline_tokenizer import OfflineTokenizer
 from trencadis.outputs import OutputBuilder, PoolingOutput, PoolingRequestOutput, RequestOutput
-from trencadis.prompt_inputs import (
-    LoRARequest,
-    OfflineAdapters,
-    PromptType,
-    add_sampling_rule,
-    apply_structured_outputs,
-    check_priority,
-    read_prompt,
-)
+from trencadis.prompt_inputs import PromptType, add_sampling_rule, apply_structured_outputs, check_priority, read_prompt
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.prompts import text_service_builder

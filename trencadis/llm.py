@@ -23,6 +23,7 @@ from trencadis.engine_args import EngineArgs, build_offline_setup, read_template
 from trencadis.llm_engine import LLMEngine
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.media_options import media_scope
+from trencadis.offline_adapters import LoRARequests
 from trencadis.offline_beam_search import (
     BeamSearchOutput,
     BeamSearchParams,
@@ -36,7 +37,8 @@ from trencadis.offline_tokenizer import OfflineTokenizer
 from trencadis.outputs import CompletionOutput as CompletionOutput
 from trencadis.outputs import RequestOutput as RequestOutput
 from trencadis.pooling_methods import PoolingMethods
-from trencadis.prompt_inputs import LoRARequests, PromptProgressBar, PromptType, UseTqdm, as_list, read_prompt
+from trencadis.prompt_inputs import PromptType, as_list, read_prompt
+from trencadis.prompt_progress_bar import PromptProgressBar, UseTqdm
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.prompts.text_service import TextService
 from trencadis.unsupported_vllm_names import UnsupportedMethods

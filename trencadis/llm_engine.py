@@ -23,18 +23,11 @@ from trencadis.core.process import torch_detection
 from trencadis.core.request import AdapterRef, Delta, Request, SamplingParams
 from trencadis.core.startup_progress_and_warmup_pacing import Progress
 from trencadis.engine_args import EngineArgs, OfflineSetup, build_offline_setup
+from trencadis.offline_adapters import LoRARequest, OfflineAdapters
 from trencadis.offline_beam_search import EngineParams, GenerationParams, engine_params
 from trencadis.offline_tokenizer import OfflineTokenizer
 from trencadis.outputs import OutputBuilder, RequestOutput
-from trencadis.prompt_inputs import (
-    LoRARequest,
-    OfflineAdapters,
-    PromptType,
-    add_sampling_rule,
-    apply_structured_outputs,
-    check_priority,
-    read_prompt,
-)
+from trencadis.prompt_inputs import PromptType, add_sampling_rule, apply_structured_outputs, check_priority, read_prompt
 from trencadis.server.engine.engine_client import RequestTiming
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.prompts import text_service_builder

@@ -14,6 +14,7 @@ from trencadis.core.request import AdapterRef
 from trencadis.engine_args import read_template
 from trencadis.llm_engine import LLMEngine
 from trencadis.multimodal.async_gather import gather_or_cancel
+from trencadis.offline_adapters import LoRARequests
 from trencadis.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -25,7 +26,8 @@ from trencadis.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from trencadis.prompt_inputs import LoRARequests, PromptProgressBar, PromptType, UseTqdm, as_list, read_prompt
+from trencadis.prompt_inputs import PromptType, as_list, read_prompt
+from trencadis.prompt_progress_bar import PromptProgressBar, UseTqdm
 from trencadis.server.prompts.pooling_prompts import (
     Pair,
     check_scores,

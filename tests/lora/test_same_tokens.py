@@ -13,7 +13,7 @@ from tests.lora.conftest import Adapter, Base
 from tests.oracles.transformers_model import Answer, assert_same
 from trencadis import LLM, SamplingParams
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.prompt_inputs import LoRARequest
+from trencadis.offline_adapters import LoRARequest
 
 BASE: dict[str, Any] = dict(
     dtype="float32", max_model_len=384, max_num_seqs=8, kv_cache_memory_bytes=16 << 20, enable_lora=True

@@ -27,7 +27,7 @@ from tests.traffic.server_process import RunningServer, server
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.core.lora.adapter_files import WEIGHTS
-from trencadis.prompt_inputs import LoRARequest
+from trencadis.offline_adapters import LoRARequest
 
 MODEL = "trencadis-demo"
 PROMPT = "The image shows a red circle and"

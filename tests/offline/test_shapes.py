@@ -17,7 +17,7 @@ from trencadis.assets import demo_path
 from trencadis.core.errors import BadRequest
 from trencadis.core.request import UNSUPPORTED
 from trencadis.engine_args import build_offline_setup
-from trencadis.prompt_inputs import LoRARequest
+from trencadis.offline_adapters import LoRARequest
 from trencadis.unsupported_vllm_names import UNSUPPORTED_CLASSES, UNSUPPORTED_METHODS, UnsupportedFeature
 
 MODEL = str(demo_path())
