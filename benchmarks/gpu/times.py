@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from benchmarks.packing import qwen_7b
 from trencadis.backends.cuda.time_estimates import time_report
+from trencadis.backends.cuda.time_estimates.host_device_timeline import step_time
 from trencadis.backends.cuda.time_estimates.kernel_times import card, time_of
 from trencadis.backends.cuda.time_estimates.meta_launch_recorder import DecodeRecorder
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
@@ -83,7 +84,7 @@ def estimate(figure: Published) -> float:
     if figure.prompt:
         launches = recorder.prompt(figure.prompt)
         return sum(time_of(kernels, on).total for kernels in launches) + on.graph
-    return time_report.step_time(recorder.step(figure.rows, figure.context), figure.rows, on)[1].step
+    return step_time(recorder.step(figure.rows, figure.context), figure.rows, on)[1].step
 
 
 def published_lines() -> Iterator[str]:

@@ -1,15 +1,13 @@
 """``trencadis plan --time``: the estimated time of a decoding step and of prompts on a card, its parts, and its
 sensitivity to each constant.
-
-Timeline of host and device: steps that follow each other at a given depth, and the idle time of the device. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
+from trencadis.backends.cuda.time_estimates.host_device_timeline import Timeline, step_time
 from trencadis.backends.cuda.time_estimates.kernel_times import (
     DEFAULT,
     SCALED,
@@ -24,65 +22,10 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonObject
 
-
-class HostStep(NamedTuple):
-    """Seconds of the host for one step: before its launch, and after its result has arrived."""
-
-    before: float
-    after: float
-
-
-class Timeline(NamedTuple):
-    """Result of simulating some steps; seconds."""
-
-    steps: int
-    total: float
-    busy: float
-    longest: float  # longest idle time of the device
-
-    @property
-    def idle(self) -> float:
-        """Share of the time in which the device waits for the host."""
-        return 1 - self.busy / self.total if self.total else 0.0
-
-    @property
-    def step(self) -> float:
-        """Mean seconds from the end of one step to the end of the next."""
-        return self.total / max(self.steps, 1)
-
-
-def simulate_timeline(steps: Iterable[tuple[HostStep, float]], depth: int = 1) -> Timeline:
-    """Simulates steps that follow each other, given as (host, device seconds).
-
-    The host launches a step, and takes the result of the one ``depth`` steps before it as soon as that is done; the
-    device begins a step once it is launched and the one before has ended. The time counts from the start of the first
-    step on the device.
-    """
-    host = free = begun = busy = longest = 0.0
-    ended: list[float] = []
-    taken: list[HostStep] = []
-    for index, (work, device) in enumerate(steps):
-        host += work.before
-        start = max(host, free)
-        if index:
-            longest = max(longest, start - free)
-        else:
-            begun = start
-        free, busy = start + device, busy + device
-        ended.append(free)
-        taken.append(work)
-        if index >= depth:
-            host = max(host, ended[index - depth]) + taken[index - depth].after
-    return Timeline(len(ended), free - begun, busy, longest)
-
-
-ROWS, CONTEXT, STEPS = (1, 32, 256), 1024, 200
+ROWS, CONTEXT = (1, 32, 256), 1024
 PROMPTS = (2048, 8192, 32_768)
 """Tokens of the prompts whose time to the first token is estimated."""
 CHANGE = 0.5
-
-AFTER = 0.25
-"""Share of the host's work that waits for the result of a step: update, and the work after it."""
 
 LIMITS = {
     "products": "reading weights", "attention": "reading keys and values", "small kernels": "small kernels",
@@ -91,16 +34,6 @@ LIMITS = {
 
 
 PROMPT_PARTS = {**LIMITS, "products": "products", "attention": "attention"}
-
-
-def step_time(
-    kernels: Sequence[RecordedKernel], rows: int, on: CardTimes, depth: int = 1
-) -> tuple[KernelTimes, Timeline]:
-    """Returns (the device's seconds, the timeline of host and device over several steps)."""
-    device = time_of(list(kernels), on)
-    host = on.host_step(rows)
-    work = HostStep(host * (1 - AFTER), host * AFTER)
-    return device, simulate_timeline(((work, device.total + on.graph) for _ in range(STEPS)), depth)
 
 
 def parts(device: KernelTimes, line: Timeline) -> dict[str, float]:

@@ -12,6 +12,7 @@ from benchmarks.gpu.times import MODELS, PUBLISHED, Published, estimate, text_of
 from benchmarks.host.step import Load
 from benchmarks.host.timeline import played, recorded
 from trencadis.backends.cuda.time_estimates import kernel_times, time_report
+from trencadis.backends.cuda.time_estimates.host_device_timeline import HostStep, simulate_timeline, step_time
 from trencadis.backends.cuda.time_estimates.kernel_times import (
     COLLECTIVE,
     PRODUCT,
@@ -20,7 +21,6 @@ from trencadis.backends.cuda.time_estimates.kernel_times import (
     time_of,
 )
 from trencadis.backends.cuda.time_estimates.meta_launch_recorder import DecodeRecorder
-from trencadis.backends.cuda.time_estimates.time_report import HostStep, simulate_timeline
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.devices import timer
 from trencadis.core.errors import StartupError
@@ -132,13 +132,13 @@ def test_a_tape_holds_what_serving_launches(name: str, rows: int) -> None:
 def test_parts_add_up_and_constants_move_a_step_the_right_way() -> None:
     tape = DecodeRecorder(MODELS["3B"][0]()).step(2, 500)
     on = kernel_times.card("H100")
-    device, line = time_report.step_time(tape, 2, on)
+    device, line = step_time(tape, 2, on)
     shares = time_report.parts(device, line)
     assert sum(shares.values()) == pytest.approx(line.step, rel=1e-3)
     moved = time_report.sensitivity(tape, 2, on, 1)
     assert moved["bandwidth"][0] > 0.5 and moved["bandwidth"][1] < 0 < moved["gap"][1]
     slow = replace(on, host=tuple((n, 100 * s) for n, s in on.host))
-    device, line = time_report.step_time(tape, 2, slow)
+    device, line = step_time(tape, 2, slow)
     assert line.idle > 0.5 and max(time_report.parts(device, line).items(), key=lambda one: one[1])[0] == "host"
 
 
