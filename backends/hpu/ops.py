@@ -51,15 +51,9 @@ from trencadis.backends.hpu.hpu_recurrent_ops import (
 )
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.joined_adapters import JoinedAdapterOps, JoinedSlots
-from trencadis.backends.hpu.launches.hpu_inputs import leaves, rebuild
+from trencadis.backends.hpu.launches.hpu_inputs import HEAD_TYPES, RESET_TYPES, convert_fields, leaves, rebuild
 from trencadis.backends.hpu.launches.region_compiler import RegionCompiler, Regions, group_layers
-from trencadis.backends.hpu.sampling_thresholds import (
-    HEAD_TYPES,
-    RESET_TYPES,
-    convert_fields,
-    count_tokens,
-    find_thresholds,
-)
+from trencadis.backends.hpu.sampling_thresholds import find_thresholds
 from trencadis.backends.hpu.shape_policy import pieces
 from trencadis.core.device.backend import (
     Attn,
@@ -478,3 +472,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies rotary embedding without the plug-in's kernel: the first half of the head against the second."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def count_tokens(token: Tensor, head: HeadTensors, state: SamplerState) -> Tensor:
+    """Returns int32 [r, V]: the counts of each row's slot, including the id drawn now and the drafts before it."""
+    counts = state.counts.index_select(0, head.slot)
+    vocab = torch.arange(counts.shape[1], device=token.device, dtype=torch.int32)
+    counts = counts + (vocab == token.int()[:, None])
+    if head.ahead is None:
+        return counts
+    for draft in head.ahead.int().unbind(1):  # of those that a row accepts, each is another id or counts once more
+        counts = counts + (vocab == draft[:, None])
+    return counts

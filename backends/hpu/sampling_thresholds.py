@@ -10,19 +10,11 @@ is the probability at which a sorted list would be cut, so ids of equal probabil
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.sampler import count_units, find_bound
-from trencadis.core.device.backend import HeadTensors, SamplerState
-
-HEAD_TYPES = dict.fromkeys(("hidden_row", "slot", "target", "mask_row", "place", "ahead"), torch.int64) | {
-    "top_k": torch.int32
-}
-RESET_TYPES = {"slot": torch.int64, "counts": torch.int32, "bias_id": torch.int64}
-"""Dtypes of fields that arrive as packed in compile mode (``launches.host_copies``)."""
 
 TINY = 2.0**-126
 """Smallest normal float32."""
@@ -78,21 +70,3 @@ def sum_units(probs: Tensor) -> Tensor:
     """
     units = count_units(probs)
     return torch.cat([units.cumsum(-1, dtype=torch.int32), units.sum(-1, keepdim=True, dtype=torch.int32)], -1)
-
-
-def convert_fields(fields: Any, types: dict[str, torch.dtype]) -> Any:
-    """Returns ``fields``, a named tuple of tensors, with those named in ``types`` converted to these dtypes."""
-    held = {name: x.to(dtype) for name, dtype in types.items() if (x := getattr(fields, name)) is not None}
-    return fields._replace(**held)
-
-
-def count_tokens(token: Tensor, head: HeadTensors, state: SamplerState) -> Tensor:
-    """Returns int32 [r, V]: the counts of each row's slot, including the id drawn now and the drafts before it."""
-    counts = state.counts.index_select(0, head.slot)
-    vocab = torch.arange(counts.shape[1], device=token.device, dtype=torch.int32)
-    counts = counts + (vocab == token.int()[:, None])
-    if head.ahead is None:
-        return counts
-    for draft in head.ahead.int().unbind(1):  # of those that a row accepts, each is another id or counts once more
-        counts = counts + (vocab == draft[:, None])
-    return counts

@@ -2,7 +2,8 @@
 SINK.
 
 The arrays have the types of ``device.backend``'s tensors, in numpy. Inputs without rows give a launch
-of padding only, which is what buffers hold before their first fill.
+of padding only, which is what buffers hold before their first fill. Fields that arrive packed get their dtype back
+from ``convert_fields``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -39,6 +41,12 @@ from trencadis.core.shared_constants import SINK_BLOCK, SINK_ROW, ZERO_BLOCK
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 from trencadis.core.vision_config import NO_SLOT, SlotForm
 
+HEAD_TYPES = dict.fromkeys(("hidden_row", "slot", "target", "mask_row", "place", "ahead"), torch.int64) | {
+    "top_k": torch.int32
+}
+RESET_TYPES = {"slot": torch.int64, "counts": torch.int32, "bias_id": torch.int64}
+"""Dtypes of fields that arrive as packed in compile mode (``launches.host_copies``)."""
+
 
 def leaves(tree: Any) -> list[Any]:
     """Returns the leaves of nested tuples, in order, without None."""
@@ -59,6 +67,12 @@ def rebuild(tree: Any, make: Callable[[Any], Any]) -> Any:
 
 
 Array = NDArray[Any]
+
+
+def convert_fields(fields: Any, types: dict[str, torch.dtype]) -> Any:
+    """Returns ``fields``, a named tuple of tensors, with those named in ``types`` converted to these dtypes."""
+    held = {name: x.to(dtype) for name, dtype in types.items() if (x := getattr(fields, name)) is not None}
+    return fields._replace(**held)
 
 
 class LaunchForm(NamedTuple):
