@@ -19,7 +19,7 @@ from trencadis.backends.hpu.attention import (
     vision_tower_attention,
     window_attention,
 )
-from trencadis.backends.hpu.attention.attention_inputs import FreshAttn, JoinedContext, SharedDecode, SlicedContext
+from trencadis.backends.hpu.attention.attention_input_types import FreshAttn, JoinedContext, SharedDecode, SlicedContext
 from trencadis.backends.hpu.attention.attention_softmax import AttentionKernels, lowest
 from trencadis.backends.hpu.attention.per_launch_inputs import AttnPreparation, DecodeForm, SegmentPreparation
 from trencadis.backends.hpu.fused_experts import (

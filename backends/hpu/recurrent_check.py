@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.backends.hpu.attention.attention_inputs import FreshAttn
+from trencadis.backends.hpu.attention.attention_input_types import FreshAttn
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.core.device.backend import Attn
 from trencadis.core.device.launch_tensors import RecurrentRows

@@ -16,7 +16,7 @@ from trencadis.backends.cpu.recurrent_ops import CHUNK, scan_rows
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.hpu import hpu_recurrent_ops
 from trencadis.backends.hpu import ops as hpu_ops
-from trencadis.backends.hpu.attention.attention_inputs import FreshAttn
+from trencadis.backends.hpu.attention.attention_input_types import FreshAttn
 from trencadis.backends.hpu.recurrent_check import check_recurrent
 from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.errors import StartupError

@@ -12,7 +12,12 @@ from trencadis.backends.hpu.attention import (
     vision_tower_attention,
     window_attention,
 )
-from trencadis.backends.hpu.attention.attention_inputs import BlockDecodeAttn, ContextAttn, FreshAttn, MaskedSegments
+from trencadis.backends.hpu.attention.attention_input_types import (
+    BlockDecodeAttn,
+    ContextAttn,
+    FreshAttn,
+    MaskedSegments,
+)
 from trencadis.backends.hpu.attention.attention_softmax import AttentionKernels
 from trencadis.core.device.backend import Attn, Segments
 

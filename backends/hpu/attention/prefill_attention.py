@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.attention import quantised_kv_cache
-from trencadis.backends.hpu.attention.attention_inputs import ContextAttn, FreshAttn, JoinedContext, SlicedContext
+from trencadis.backends.hpu.attention.attention_input_types import ContextAttn, FreshAttn, JoinedContext, SlicedContext
 from trencadis.backends.hpu.attention.attention_softmax import (
     MASK_BYTES,
     MASK_ITEM,

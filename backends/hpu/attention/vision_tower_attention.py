@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.attention.attention_inputs import MaskedSegments
+from trencadis.backends.hpu.attention.attention_input_types import MaskedSegments
 from trencadis.backends.hpu.attention.attention_softmax import (
     AttentionKernels,
     Cut,

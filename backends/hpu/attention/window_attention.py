@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.attention.attention_inputs import ContextAttn, FreshAttn
+from trencadis.backends.hpu.attention.attention_input_types import ContextAttn, FreshAttn
 from trencadis.backends.hpu.attention.attention_softmax import (
     AttentionKernels,
     mask_rows,

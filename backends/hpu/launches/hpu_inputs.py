@@ -31,7 +31,7 @@ from trencadis.backends.cpu.host_padding import (
     visible_ends,
     windows,
 )
-from trencadis.backends.hpu.attention.attention_inputs import BlockDecodeAttn, ContextAttn, FreshAttn
+from trencadis.backends.hpu.attention.attention_input_types import BlockDecodeAttn, ContextAttn, FreshAttn
 from trencadis.backends.hpu.shape_policy import padded_start
 from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, verified_width
 from trencadis.core.cross_attention_inputs import planned_units

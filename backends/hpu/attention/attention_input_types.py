@@ -1,4 +1,4 @@
-"""The inputs of attention for each stage, and what is computed from them once for all layers of a launch.
+"""Types of the inputs of attention for each stage, and of what is computed from them once for all layers of a launch.
 
 Letters: R rows, T tokens of a row, B listed blocks of b tokens, h query heads, g KV heads, d head size, W windows.
 """
