@@ -16,9 +16,10 @@ _FORMER_MODULES = {
     "backends.conformance.answer_checks": "backends.conformance.tokens",
     "backends.conformance.backend_under_test": "backends.conformance.subject backends.conformance.target",
     "backends.conformance.check_model.checkpoint_checks": "backends.conformance.check_model.suite",
+    "backends.conformance.check_model.compared_images": """
+        backends.conformance.check_model.image_checks backends.conformance.check_model.pictures""",
     "backends.conformance.check_model.cpu_reference_model": """
         backends.conformance.check_model.by_hand backends.conformance.check_model.recompute""",
-    "backends.conformance.check_model.image_checks": "backends.conformance.check_model.pictures",
     "backends.conformance.check_model.transformers_oracle": "backends.conformance.check_model.oracle",
     "backends.conformance.check_result": "backends.conformance.result",
     "backends.conformance.check_suite": """

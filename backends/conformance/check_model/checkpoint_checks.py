@@ -15,7 +15,7 @@ from torch import Tensor
 from trencadis.backends.conformance import program_checks
 from trencadis.backends.conformance.answer_checks import ARGMAX, CheckedPrompt, PromptRunner
 from trencadis.backends.conformance.backend_under_test import CheckTarget
-from trencadis.backends.conformance.check_model import image_checks
+from trencadis.backends.conformance.check_model import compared_images
 from trencadis.backends.conformance.check_model.cpu_reference_model import CpuReferenceModel, tensor_parallel_logits
 from trencadis.backends.conformance.check_model.transformers_oracle import TransformersOracle, read_declared_keys
 from trencadis.backends.conformance.check_result import CheckFailed, Report, Result, Skipped
@@ -122,9 +122,9 @@ class CheckedModel:
         return 0 if self.config.text.causal or self.config.pooling is not None else prompt
 
     @cached_property
-    def images(self) -> list[image_checks.ComparedImage]:
-        """Test images, with the rows and logits of both sides (``image_checks.compare_images``)."""
-        return image_checks.compare_images(self.config, self.checkpoint, self.seed, self.oracle)
+    def images(self) -> list[compared_images.ComparedImage]:
+        """Test images, with the rows and logits of both sides (``compared_images.compare_images``)."""
+        return compared_images.compare_images(self.config, self.checkpoint, self.seed, self.oracle)
 
     def target(self, policy: str) -> CheckTarget:
         """Returns the CPU backend under a policy, with this checkpoint."""

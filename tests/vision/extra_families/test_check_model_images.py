@@ -14,7 +14,7 @@ import pytest
 from tests.vision import vision_checkpoints
 from tests.vision.cross_attention import mllama_oracle
 from tests.vision.tiled_families import COMPARED
-from trencadis.backends.conformance.check_model import image_checks
+from trencadis.backends.conformance.check_model import compared_images
 from trencadis.core import cross_attention_inputs
 from trencadis.server.cli.main import main
 
@@ -64,6 +64,6 @@ def test_what_tokens_see_too_much_of_an_image_is_found(
             [dataclasses.replace(span, cross_attention_rows=span.arena_rows) for span in spans], *rest
         )
 
-    monkeypatch.setattr(image_checks, "compute_cross_attention", changed_spans)
+    monkeypatch.setattr(compared_images, "compute_cross_attention", changed_spans)
     results = checked(capsys, WRITERS["mllama"](tmp_path / "mllama"), "pictures")
     assert results["pictures.rows"]["status"] == "pass" and results["pictures.logits"]["status"] == "fail"

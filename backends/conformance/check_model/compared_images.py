@@ -1,5 +1,5 @@
-"""The checks of ``trencadis check-model`` for models with a vision tower: rows of the tower, and logits with an
-image.
+"""Test images of ``trencadis check-model`` for models with a vision tower, computed by our model on the CPU and by
+transformers: rows of the tower, and logits of a prompt with the image.
 """
 
 from __future__ import annotations
