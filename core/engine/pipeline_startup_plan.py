@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from trencadis.core.engine.dry_run import DryRun, StartupPlan
+from trencadis.core.engine.startup_plan import DryRun, StartupPlan
 from trencadis.core.errors import StartupError
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 
