@@ -32,7 +32,7 @@ from trencadis.prompt_inputs import (
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.prompts import text_service_builder
-from trencadis.server.prompts.generation import Generation
+from trencadis.server.prompts.generation_stream import Generation
 from trencadis.server.prompts.pooling_prompts import make_pooling_request, run_pooling
 from trencadis.server.protocol.pooler_output import finish_pooled
 from trencadis.server.protocol.pooling_params import PoolingParams

@@ -38,7 +38,7 @@ from trencadis.prompt_inputs import (
 from trencadis.server.engine.engine_client import RequestTiming
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.prompts import text_service_builder
-from trencadis.server.prompts.generation import start_timing
+from trencadis.server.prompts.generation_stream import start_timing
 from trencadis.server.prompts.output_processor import ChoiceStream
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.unsupported_vllm_names import UnsupportedFeature, UnsupportedMethods, refuse_tokenization_kwargs
