@@ -1,4 +1,4 @@
-"""Dry run of a start-up with several pipeline stages. Torch-free.
+"""Start-up plan on paper with several pipeline stages; nothing starts. Torch-free.
 
 Each stage divides its device's memory separately; together the stages agree on two numbers. The smallest supported
 model length applies to all stages, and with it the shapes; the smallest number of KV blocks applies to all as well.

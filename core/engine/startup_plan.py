@@ -1,4 +1,4 @@
-"""Dry run of a start-up: computes limits, plan, ledger and graphs from config.json alone. Torch-free."""
+"""Start-up plan on paper: limits, shapes, ledger and graphs from config.json alone; nothing starts. Torch-free."""
 
 from __future__ import annotations
 
