@@ -85,7 +85,7 @@ def launcher_of(config: EngineConfig, topology: Topology, environ: Mapping[str, 
         StartupError: an address, a key or a file is unusable.
     """
     if topology.backend == RAY:
-        from trencadis.core.executor.ray_launcher import RayLauncher  # needs the extra
+        from trencadis.core.executor.ray_rank_launcher import RayLauncher  # needs the extra
 
         made = RayLauncher(config, topology, environ)
         try:
