@@ -18,7 +18,7 @@ from trencadis.core.devices import CARD_VARIABLES
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import ray_broker, ray_cluster, ray_engines
-from trencadis.core.executor import ray_rank_launcher as on_node
+from trencadis.core.executor import ray_engine_placement as on_node
 from trencadis.core.executor.engine_launcher import EngineHandle
 from trencadis.core.executor.rank_info import compute_rank_fingerprint
 from trencadis.core.executor.ray_cluster import ClusterNode, assign_engine_nodes
