@@ -190,12 +190,12 @@ _FORMER_MODULES = {
     "multimodal.vit.vit_config": "multimodal.vit multimodal.vit.base_config",
     "server.text.incremental_parser": "server.text.incremental",
     "server.tools.json_tool_parsers": "server.tools.hermes server.tools.llama3 server.tools.mistral",
-    "server.tools.parser_registry": """
-        server.tools.forms server.tools.reasoning_parser_registry server.tools.tool_parser_registry""",
     "server.tools.pythonic_tool_parser": "server.tools.pythonic",
     "server.tools.qwen3_tool_parser": "server.tools.qwen3 server.tools.qwen3_values",
+    "server.tools.reasoning_format_registry": "server.tools.reasoning_parser_registry",
     "server.tools.reasoning_parser": "server.reasoning.forms server.reasoning.parser",
     "server.tools.tool_parser": "server.tools.parser",
+    "server.tools.tool_parser_registry": "server.tools.forms server.tools.parser_registry",
 }
 """Current modules, without ``trencadis.`` -> their former names."""
 
