@@ -36,7 +36,7 @@ from trencadis.backends.hpu.shape_policy import SERVING, policy
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
+from trencadis.core.engine.startup_plan import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.graphs.graph_manager import body_of
 from trencadis.core.launches.persistent_tensors import allocate_persistent

@@ -95,10 +95,10 @@ _FORMER_MODULES = {
     "core.models.attention": """
         core.layers.attention core.layers.partial core.layers.partial_rotary core.layers.rope
         core.layers.rotary_embedding core.models.rotary_embedding""",
-    "core.models.cross_attention": """
-        core.layers.cross_attention core.layers.crossing core.models.cross_attention_decoder core.models.crossing""",
     "core.models.decoder": "core.models.passing core.models.stage_entry",
     "core.models.gated_delta": "core.models.interleaved_projections",
+    "core.models.image_cross_attention": """
+        core.layers.cross_attention core.layers.crossing core.models.cross_attention core.models.crossing""",
     "core.models.interface": "core.layers.model_interface",
     "core.models.kv_cache_codes": "core.layers.kv_cache_codes core.quant.kv_cache_codes core.quant.kv_codes",
     "core.models.linear_and_embedding": """
@@ -191,12 +191,12 @@ _FORMER_MODULES = {
     "multimodal.vit.vit_config": "multimodal.vit multimodal.vit.base_config",
     "server.text.incremental_parser": "server.text.incremental",
     "server.tools.json_tool_parsers": "server.tools.hermes server.tools.llama3 server.tools.mistral",
-    "server.tools.parser_registry": """
-        server.tools.forms server.tools.reasoning_parser_registry server.tools.tool_parser_registry""",
     "server.tools.pythonic_tool_parser": "server.tools.pythonic",
     "server.tools.qwen3_tool_parser": "server.tools.qwen3 server.tools.qwen3_values",
+    "server.tools.reasoning_format_registry": "server.tools.reasoning_parser_registry",
     "server.tools.reasoning_parser": "server.reasoning.forms server.reasoning.parser",
     "server.tools.tool_parser": "server.tools.parser",
+    "server.tools.tool_parser_registry": "server.tools.forms server.tools.parser_registry",
 }
 """Current modules, without ``trencadis.`` -> their former names."""
 

@@ -397,7 +397,7 @@ class StepStats:
     Args:
         planned: False if its need exceeded the plan.
         items: images of a VISION launch; ``needed``: slots that they need.
-        miss: why it had no graph (core/engine_stats.py); empty: it had one, or the device captures none.
+        miss: why it had no graph (core/graph_plan_report.py); empty: it had one, or the device captures none.
     """
 
     bucket: Bucket

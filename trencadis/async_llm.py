@@ -24,8 +24,8 @@ from trencadis.outputs import OutputBuilder, PoolingOutput, PoolingRequestOutput
 from trencadis.prompt_inputs import PromptType, add_sampling_rule, apply_structured_outputs, check_priority, read_prompt
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.grammars.grammar_cache import GrammarCache
-from trencadis.server.prompts import text_service_builder
-from trencadis.server.prompts.generation import Generation
+from trencadis.server.prompts import media_frontends
+from trencadis.server.prompts.generation_stream import Generation
 from trencadis.server.prompts.pooling_prompts import make_pooling_request, run_pooling
 from trencadis.server.protocol.pooler_output import finish_pooled
 from trencadis.server.protocol.pooling_params import PoolingParams
@@ -234,7 +234,7 @@ class AsyncLLM(UnsupportedMethods):
             supervisor.link.handle.kill()
         elif self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(supervisor.task.cancel)
-        text_service_builder.close_frontends(self.service)
+        media_frontends.close_frontends(self.service)
         self._grammars.close()
 
     async def __aenter__(self) -> Self:

@@ -30,8 +30,8 @@ from trencadis.outputs import OutputBuilder, RequestOutput
 from trencadis.prompt_inputs import PromptType, add_sampling_rule, apply_structured_outputs, check_priority, read_prompt
 from trencadis.server.engine.engine_client import RequestTiming
 from trencadis.server.grammars.grammar_cache import GrammarCache
-from trencadis.server.prompts import text_service_builder
-from trencadis.server.prompts.generation import start_timing
+from trencadis.server.prompts import media_frontends
+from trencadis.server.prompts.generation_stream import start_timing
 from trencadis.server.prompts.output_processor import ChoiceStream
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.unsupported_vllm_names import UnsupportedFeature, UnsupportedMethods, refuse_tokenization_kwargs
@@ -336,7 +336,7 @@ class LLMEngine(UnsupportedMethods):
             return
         self._closed = True
         self.engine.close()
-        text_service_builder.close_frontends(self.service)
+        media_frontends.close_frontends(self.service)
         self._grammars.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.harness.compared_engines import Setup
 from trencadis.core.engine.engine import Engine
-from trencadis.core.engine_stats import GraphPlan
+from trencadis.core.graph_plan_report import GraphPlan
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.patch_packing import count_slots

@@ -126,7 +126,7 @@ def formulas(side: Ours) -> PlannedPrices:
     from trencadis.core.checkpoint import model_registry
     from trencadis.core.checkpoint.config_reader import load_config
     from trencadis.core.devices import TABLE
-    from trencadis.core.engine.dry_run import DryRun, PlannedDevice
+    from trencadis.core.engine.startup_plan import DryRun, PlannedDevice
     from trencadis.core.shapes import bucket_options as bucket_env
 
     config = side.llm.config

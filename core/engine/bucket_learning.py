@@ -28,7 +28,8 @@ from trencadis.core.engine.bucket_search_process import (
     Task,
     solve_in_child,
 )
-from trencadis.core.engine_stats import (
+from trencadis.core.errors import StartupError
+from trencadis.core.shape_learning_report import (
     FAILURE,
     PROPOSED,
     PUBLISHED,
@@ -38,7 +39,6 @@ from trencadis.core.engine_stats import (
     NeedReport,
     ProposedPlan,
 )
-from trencadis.core.errors import StartupError
 from trencadis.core.shapes import plan_change_rules
 from trencadis.core.shapes.bucket_profile import merge_into_profile
 from trencadis.core.shapes.cost_model import (

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from trencadis.core.engine.bucket_learning import BucketLearning
 from trencadis.core.engine.request_trace import RequestTrace
-from trencadis.core.engine_stats import BucketUse, EngineInfo, EngineStats, GraphPlan
+from trencadis.core.engine_stats import BucketUse, EngineInfo, EngineStats
 from trencadis.core.executor.executor_interface import Executor
+from trencadis.core.graph_plan_report import GraphPlan
 from trencadis.core.request import Delta, Request
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.request_lifecycle import Lifecycle

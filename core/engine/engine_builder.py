@@ -27,12 +27,12 @@ from trencadis.core.device.packed_weights_file import packed_file
 from trencadis.core.device_shape_policy import Policy
 from trencadis.core.devices import choose
 from trencadis.core.engine.bucket_learning import OFF, BucketLearning, LearningSettings, PlanAccess
-from trencadis.core.engine.dry_run import shape_limits
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.graph_startup import DeviceStart
 from trencadis.core.engine.kv_offload_setup import open_block_pool, open_state_pool, with_host_blocks
 from trencadis.core.engine.request_trace import RequestTrace
 from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes
+from trencadis.core.engine.startup_plan import shape_limits
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.engine_stats import EngineInfo
 from trencadis.core.errors import StartupError
@@ -85,7 +85,7 @@ def launcher_of(config: EngineConfig, topology: Topology, environ: Mapping[str, 
         StartupError: an address, a key or a file is unusable.
     """
     if topology.backend == RAY:
-        from trencadis.core.executor.ray_launcher import RayLauncher  # needs the extra
+        from trencadis.core.executor.ray_rank_launcher import RayLauncher  # needs the extra
 
         made = RayLauncher(config, topology, environ)
         try:

@@ -24,9 +24,9 @@ from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device.backend import Backend
-from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.engine.kv_offload_setup import OffloadLaunches, planned_copies, with_host_blocks
-from trencadis.core.engine.pipeline_dry_run import planned_stage
+from trencadis.core.engine.pipeline_startup_plan import planned_stage
+from trencadis.core.engine.startup_plan import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError, format_error, is_out_of_memory
 from trencadis.core.graphs.graph_capture import CaptureJournal, GraphCaptures

@@ -16,7 +16,7 @@ import msgspec
 
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.ray_launcher import EnginePlacement, MultiNodePlacement
+from trencadis.core.executor.ray_engine_placement import EnginePlacement, MultiNodePlacement
 from trencadis.core.links.message_link import LinkClosed, PlainLink
 from trencadis.core.process.child_process import run
 

@@ -17,8 +17,8 @@ from typing import Any, Protocol, TypeVar
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import DRAFT, Bucket, Stage, is_drafting, padded_tokens
 from trencadis.core.device.backend import Backend, Body, Inputs, Program, ProgramState
-from trencadis.core.engine_stats import SKIP, UNPLANNED
 from trencadis.core.errors import format_error, is_out_of_memory
+from trencadis.core.graph_plan_report import SKIP, UNPLANNED
 from trencadis.core.shapes.cost_model import LaunchTime
 from trencadis.core.step import StepStats
 
@@ -243,7 +243,7 @@ class GraphManager:
 
     @property
     def unready(self) -> str:
-        """The reason why a launch may need a planned bucket that is not compiled (``core/engine_stats.py``)."""
+        """The reason why a launch may need a planned bucket that is not compiled (``core/graph_plan_report.py``)."""
         return self._unready
 
     def now_unready_for(self, why: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trencadis.core.buckets import Bucket
-from trencadis.core.engine_stats import WARMING, BucketState, GraphCounters, GraphPlan, PoolBytes
+from trencadis.core.engine_stats import GraphCounters
+from trencadis.core.graph_plan_report import WARMING, BucketState, GraphPlan, PoolBytes
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.graphs.warmup import WARM, Warmup

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 
 from trencadis.core.buckets import Bucket
 from trencadis.core.device.backend import ProgramState
-from trencadis.core.engine_stats import FAILED, WARMING
 from trencadis.core.errors import StartupError, format_error
+from trencadis.core.graph_plan_report import FAILED, WARMING
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.memory.ledger import DECODE, pool_of

@@ -14,8 +14,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from trencadis.core.buckets import Stage
-from trencadis.core.engine_stats import LedgerRow
 from trencadis.core.errors import StartupError
+from trencadis.core.graph_plan_report import LedgerRow
 from trencadis.core.host_memory import gib
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 

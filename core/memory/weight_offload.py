@@ -12,8 +12,8 @@ from typing import NamedTuple
 from trencadis.core.checkpoint.model_registry import family_of
 from trencadis.core.device_shape_policy import Policy
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.engine_stats import LedgerRow
 from trencadis.core.errors import StartupError
+from trencadis.core.graph_plan_report import LedgerRow
 from trencadis.core.host_memory import gib
 from trencadis.core.memory import kv_cache_size
 from trencadis.core.memory.estimate import MemoryEstimator

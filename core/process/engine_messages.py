@@ -11,14 +11,14 @@ import struct
 import msgspec
 
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.engine_stats import BucketState as BucketState
 from trencadis.core.engine_stats import BucketUse as BucketUse
 from trencadis.core.engine_stats import EngineInfo as EngineInfo
 from trencadis.core.engine_stats import EngineStats as EngineStats
 from trencadis.core.engine_stats import GraphCounters as GraphCounters
-from trencadis.core.engine_stats import GraphPlan as GraphPlan
-from trencadis.core.engine_stats import LearningReport as LearningReport
+from trencadis.core.graph_plan_report import BucketState as BucketState
+from trencadis.core.graph_plan_report import GraphPlan as GraphPlan
 from trencadis.core.request import Delta, Request
+from trencadis.core.shape_learning_report import LearningReport as LearningReport
 
 HEADER = struct.Struct("<II")
 CHUNK = 1 << 20

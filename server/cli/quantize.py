@@ -19,10 +19,10 @@ from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.json_types import Json, JsonMapping
 from trencadis.core.process import torch_detection
 from trencadis.core.request import SamplingParams
-from trencadis.server.cli.small_command_parser import CommandOptions, parse_options, print_help_if_asked
+from trencadis.server.cli.flag_parser import CommandOptions, parse_options, print_help_if_asked
 from trencadis.server.config import model_download
 from trencadis.server.processes import signals_and_logging
-from trencadis.server.prompts import text_service_builder
+from trencadis.server.prompts import media_frontends, text_service_builder
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.prompts.text_service import TextService
 
@@ -163,12 +163,12 @@ async def _make_prompts(
 ) -> list[tuple[int, Prompt]]:
     """Converts each line to ids, with its media prepared; ``folder``: base of their paths."""
     config = EngineConfig(model=str(model))
-    service = text_service_builder.make_text_service(config, text_service_builder.MediaRules(any_path=True))
+    service = text_service_builder.make_text_service(config, media_frontends.MediaRules(any_path=True))
     service.min_output_tokens = 0
     try:
         return [(i, await _make_prompt(service, i, line, folder, longest)) for i, line in enumerate(lines, 1)]
     finally:
-        text_service_builder.close_frontends(service)
+        media_frontends.close_frontends(service)
 
 
 async def _make_prompt(service: TextService, number: int, line: JsonMapping, folder: Path, longest: int) -> Prompt:

@@ -12,9 +12,9 @@ from typing import TypedDict
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from trencadis.core.engine_stats import OUTCOMES
 from trencadis.core.json_types import JsonObject
 from trencadis.core.process.engine_messages import BucketState, BucketUse, EngineStats, GraphPlan, LearningReport
+from trencadis.core.shape_learning_report import OUTCOMES
 from trencadis.server.engine.engine_client import EngineClient
 
 ANY = "any"
@@ -35,7 +35,7 @@ class BucketTally:
     """Launches of one bucket; tokens are tokens, slots or rows.
 
     A hit found its bucket ready: its graph is captured, or the device captures none. ``misses`` counts the others by
-    reason (``core.engine_stats``); hits and misses sum to the launches.
+    reason (``core.graph_plan_report``); hits and misses sum to the launches.
     """
 
     hits: int = 0

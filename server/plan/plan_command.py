@@ -14,9 +14,9 @@ from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.pooling_resolver import load_model_config
 from trencadis.core.devices import likely, policy_of
-from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
-from trencadis.core.engine.pipeline_dry_run import planned_stages
+from trencadis.core.engine.pipeline_startup_plan import planned_stages
 from trencadis.core.engine.startup_checks import check_start
+from trencadis.core.engine.startup_plan import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import check_size

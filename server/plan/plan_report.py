@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from trencadis.core.buckets import Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.engine.dry_run import StartupPlan
+from trencadis.core.engine.startup_plan import StartupPlan
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib

@@ -22,7 +22,7 @@ from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.model_registry import image_sizes
 from trencadis.core.device_shape_policy import SMALLEST, capturable
-from trencadis.core.engine.dry_run import StartupPlan
+from trencadis.core.engine.startup_plan import StartupPlan
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.core.memory.graph_selection import set_cost

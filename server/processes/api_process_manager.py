@@ -22,8 +22,8 @@ from trencadis.server.processes import ipc_messages
 from trencadis.server.processes.api_process import ApiProcess, RequestRelay
 from trencadis.server.processes.ipc_messages import Channel
 from trencadis.server.processes.multi_engine_client import Fleet
+from trencadis.server.routes.other_api_processes import FAIR_QUEUED
 from trencadis.server.tenants.shared_limits_table import SharedTable
-from trencadis.server.tenants.shared_process_state import FAIR_QUEUED
 
 if TYPE_CHECKING:
     from trencadis.server.processes.aggregated_metrics import AggregatedMetrics

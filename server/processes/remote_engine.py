@@ -22,8 +22,8 @@ from trencadis.server.engine.request_link import RequestLink
 from trencadis.server.processes import combined_engine_state, ipc_messages
 from trencadis.server.processes.combined_engine_state import EngineGroup
 from trencadis.server.processes.ipc_messages import Channel
+from trencadis.server.routes.other_api_processes import Answer, SharedProcessState
 from trencadis.server.tenants.shared_limits_table import SharedTable
-from trencadis.server.tenants.shared_process_state import Answer, SharedProcessState
 
 log = logging.getLogger("trencadis.server")
 

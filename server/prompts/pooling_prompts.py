@@ -22,7 +22,7 @@ from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonMapping
 from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.media_options import NO_SCOPE, MediaScope
-from trencadis.server.prompts.generation import Generation, merge_generations
+from trencadis.server.prompts.generation_stream import Generation, merge_generations
 from trencadis.server.prompts.multimodal_inputs import make_token_positions
 from trencadis.server.prompts.prompt_and_chat_messages import PAIR_ROLES, Prompt
 from trencadis.server.prompts.sampling_params import check_prompt_length

@@ -19,9 +19,9 @@ from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.engine.engine_client import EngineClient
 from trencadis.server.metrics.prometheus import PrometheusMetrics
 from trencadis.server.metrics.tracing import TraceQueue
+from trencadis.server.routes.other_api_processes import SharedProcessState
 from trencadis.server.tenants.admission import Admission, Bounds
 from trencadis.server.tenants.fair_queue import TenantFairQueue
-from trencadis.server.tenants.shared_process_state import SharedProcessState
 from trencadis.server.tenants.tenant_registry import TenantRegistry
 
 PIXEL_BYTES = 6

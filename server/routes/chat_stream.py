@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from trencadis.server.prompts.answer_reader import AnswerPart, CallPart
-from trencadis.server.prompts.generation import Generation
+from trencadis.server.prompts.generation_stream import Generation
 from trencadis.server.prompts.output_processor import TextPiece
 from trencadis.server.protocol.base_request import Usage, resolve_stream_usage
 from trencadis.server.protocol.chat_completions import ChatChunk, ChatRequest, ChoiceLogprobs, ChunkChoice, DeltaMessage

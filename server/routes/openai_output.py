@@ -10,7 +10,7 @@ from typing import TypedDict, cast
 from trencadis.core.json_types import JsonObject
 from trencadis.core.request import TokenLogprob
 from trencadis.server.prompts.answer_reader import AnswerPart, CallPart
-from trencadis.server.prompts.generation import Generation
+from trencadis.server.prompts.generation_stream import Generation
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.protocol.base_request import (
     CompletionTokensDetails,

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from trencadis.core.checkpoint.pooling_config import CLASSIFY, Pooling
 from trencadis.core.errors import BadRequest, TrencadisError
-from trencadis.server.prompts.generation import STARTS_PER_PASS, Generation
+from trencadis.server.prompts.generation_stream import STARTS_PER_PASS, Generation
 from trencadis.server.prompts.pooling_prompts import average_chunks, divide_prompts, make_pooling_request, run_pooling
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.protocol.base_request import PromptTokensDetails, Usage

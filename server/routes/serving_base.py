@@ -25,7 +25,7 @@ from trencadis.server.metrics.request_record import RECORD, RequestRecord, log_r
 from trencadis.server.prompts.adapter_registry import AdapterRegistry
 from trencadis.server.prompts.answer_grammar import add_rule
 from trencadis.server.prompts.answer_reader import AnswerParsers
-from trencadis.server.prompts.generation import Generation, wait_for_first
+from trencadis.server.prompts.generation_stream import Generation, wait_for_first
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt, render_prompt
 from trencadis.server.prompts.text_service import TextService
 from trencadis.server.protocol.base_request import (

@@ -21,7 +21,7 @@ from trencadis.core.request import SamplingParams, TokenLogprob
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.server.prompts.answer_grammar import RequestedCalls, add_answer_grammar
 from trencadis.server.prompts.answer_reader import AnswerParsers
-from trencadis.server.prompts.generation import Generation
+from trencadis.server.prompts.generation_stream import Generation
 from trencadis.server.prompts.output_processor import PieceCollector, TextPiece
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.prompts.sampling_params import make_sampling_params, rename_error_fields, resolve_output_limit

@@ -21,7 +21,7 @@ from trencadis.core.errors import BadRequest
 from trencadis.core.request import SamplingParams
 from trencadis.server.prompts.answer_grammar import add_answer_grammar
 from trencadis.server.prompts.answer_reader import AnswerParsers
-from trencadis.server.prompts.generation import STARTS_PER_PASS, ChoicePiece, Generation, merge_generations
+from trencadis.server.prompts.generation_stream import STARTS_PER_PASS, ChoicePiece, Generation, merge_generations
 from trencadis.server.prompts.output_processor import PieceCollector, TextPiece
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.prompts.sampling_params import check_prompt_length, make_sampling_params, resolve_output_limit

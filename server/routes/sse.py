@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from trencadis.core.errors import DeadlineExceeded, TrencadisError
 from trencadis.server.metrics.request_record import RequestRecord
-from trencadis.server.prompts.generation import ChoicePiece, Generation, StreamWriter
+from trencadis.server.prompts.generation_stream import ChoicePiece, Generation, StreamWriter
 from trencadis.server.prompts.output_processor import TextPiece
 from trencadis.server.protocol.base_request import ErrorResponse
 from trencadis.server.routes.json_io import is_wide, off_event_loop

@@ -10,7 +10,7 @@ from tests.traffic.launch_lines import model_of
 from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds
-from trencadis.core.engine.dry_run import shape_limits
+from trencadis.core.engine.startup_plan import shape_limits
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.bucket_options import PlannedImageSize, parse_image_sizes, read_bucket_options

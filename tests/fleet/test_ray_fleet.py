@@ -18,11 +18,11 @@ from trencadis.core.devices import CARD_VARIABLES
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import ray_broker, ray_cluster, ray_engines
-from trencadis.core.executor import ray_launcher as on_node
+from trencadis.core.executor import ray_engine_placement as on_node
 from trencadis.core.executor.engine_launcher import EngineHandle
 from trencadis.core.executor.rank_info import compute_rank_fingerprint
 from trencadis.core.executor.ray_cluster import ClusterNode, assign_engine_nodes
-from trencadis.core.executor.ray_launcher import EngineActor, EnginePlacement
+from trencadis.core.executor.ray_engine_placement import EngineActor, EnginePlacement
 from trencadis.core.process import engine_messages
 from trencadis.server.processes import start_engines as starting
 from trencadis.server.processes.start_engines import divide_resources_over_nodes, start_engines

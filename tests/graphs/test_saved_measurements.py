@@ -14,7 +14,7 @@ from tests.fakes.meta_start import GIB, Started, card, config_of, on_paper, run
 from tests.traffic.launch_lines import model_of
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds
-from trencadis.core.engine.dry_run import StartupPlan
+from trencadis.core.engine.startup_plan import StartupPlan
 from trencadis.core.memory import graph_measurements
 from trencadis.core.memory.graph_measurements import Measurements, merge_measurements
 from trencadis.core.memory.graph_selection import GraphPrice, prices_by

@@ -33,7 +33,9 @@ from trencadis.server.http import listener
 from trencadis.server.processes import aggregated_metrics
 from trencadis.server.processes.api_process import RequestRelay
 from trencadis.server.processes.ipc_messages import DeltaBatch, RequestRouted
-from trencadis.server.tenants import shared_limits_table, shared_process_state
+from trencadis.server.routes import other_api_processes
+from trencadis.server.routes.other_api_processes import SharedProcessState
+from trencadis.server.tenants import shared_limits_table
 from trencadis.server.tenants.admission import Admission, Bounds, Ticket
 from trencadis.server.tenants.shared_limits_table import (
     HELD,
@@ -43,7 +45,6 @@ from trencadis.server.tenants.shared_limits_table import (
     SharedMediaUuids,
     SharedTable,
 )
-from trencadis.server.tenants.shared_process_state import SharedProcessState
 from trencadis.server.tenants.tenant_registry import Tenant, TenantAccount
 
 COUNT = 3
@@ -253,12 +254,12 @@ def test_prepared_media_cross_whole() -> None:
     whole = make_image(1, (make_image(2), make_image(3)))
     clip = PreparedVideo("v", (make_image(4), make_image(5)), (0, 2, 4, 6), 2.0, 1.0, 9, 24.0)
     for made in (whole, clip):
-        found = shared_process_state.unpack_media(shared_process_state.pack_media(made))
-        assert shared_process_state.pack_media(found) == shared_process_state.pack_media(made) and type(found) is type(
+        found = other_api_processes.unpack_media(other_api_processes.pack_media(made))
+        assert other_api_processes.pack_media(found) == other_api_processes.pack_media(made) and type(found) is type(
             made
         )
         assert found.nbytes == made.nbytes and found.tokens == made.tokens
-    back = shared_process_state.unpack_media(shared_process_state.pack_media(whole))
+    back = other_api_processes.unpack_media(other_api_processes.pack_media(whole))
     assert isinstance(back, PreparedImage) and np.array_equal(back.items[1].pixels, whole.items[1].pixels)
     assert back.layout == whole.layout and back.grid == whole.grid
 

@@ -7,7 +7,7 @@ from typing import Any
 from trencadis import LLM
 from trencadis.assets import demo_path
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.engine.dry_run import StartupPlan
+from trencadis.core.engine.startup_plan import StartupPlan
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.server.plan.plan_command import make_plan

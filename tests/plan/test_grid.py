@@ -14,8 +14,8 @@ from tests.traffic.launch_lines import MODELS, model_of
 from trencadis.backends.cuda.shape_policy import SERVING as CUDA
 from trencadis.backends.hpu.shape_policy import SERVING as HPU
 from trencadis.core.checkpoint.model_config import ImageNeeds
-from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.engine.startup_checks import quantise_model
+from trencadis.core.engine.startup_plan import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.bucket_options import BucketOptions

@@ -12,7 +12,7 @@ from tests.traffic.launch_lines import model_of
 from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
-from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
+from trencadis.core.engine.startup_plan import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.shapes.bucket_options import BucketOptions

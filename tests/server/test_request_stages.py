@@ -76,7 +76,7 @@ def test_over_http(harness: Any, caplog: pytest.LogCaptureFixture) -> None:
 
 def test_gaps_and_pace_are_each_choices_own(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("trencadis.server.prompts.generation.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("trencadis.server.prompts.generation_stream.time.monotonic", lambda: now[0])
     one = timing(0)
     for _ in range(3):  # two choices, a token each every second
         for choice in (0, 1):

@@ -38,9 +38,9 @@ from trencadis.core.checkpoint.model_registry import family_options
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.engine import graph_startup
-from trencadis.core.engine.dry_run import StartupPlan
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
+from trencadis.core.engine.startup_plan import StartupPlan
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.draft_loading import open_beside

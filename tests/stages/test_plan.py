@@ -23,8 +23,8 @@ from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.devices import policy_of
-from trencadis.core.engine.dry_run import DryRun, PlannedDevice, StartupPlan
-from trencadis.core.engine.pipeline_dry_run import planned_stages
+from trencadis.core.engine.pipeline_startup_plan import planned_stages
+from trencadis.core.engine.startup_plan import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.stage_transfer import LAST

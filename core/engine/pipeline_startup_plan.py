@@ -1,4 +1,4 @@
-"""Dry run of a start-up with several pipeline stages. Torch-free.
+"""Start-up plan on paper with several pipeline stages; nothing starts. Torch-free.
 
 Each stage divides its device's memory separately; together the stages agree on two numbers. The smallest supported
 model length applies to all stages, and with it the shapes; the smallest number of KV blocks applies to all as well.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from trencadis.core.engine.dry_run import DryRun, StartupPlan
+from trencadis.core.engine.startup_plan import DryRun, StartupPlan
 from trencadis.core.errors import StartupError
 from trencadis.core.shared_constants import RESERVED_BLOCKS
 

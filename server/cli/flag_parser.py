@@ -1,4 +1,4 @@
-"""Options of the small commands: positional words, flags without a value and flags with one."""
+"""Parser for the small commands: positional words, flags without a value and flags with one."""
 
 from __future__ import annotations
 

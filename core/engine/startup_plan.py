@@ -1,4 +1,4 @@
-"""Dry run of a start-up: computes limits, plan, ledger and graphs from config.json alone. Torch-free."""
+"""Start-up plan on paper: limits, shapes, ledger and graphs from config.json alone; nothing starts. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.device_shape_policy import Policy, capturable
 from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes, list_remedies, mode_notes
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.engine_stats import LedgerRow
 from trencadis.core.errors import StartupError
+from trencadis.core.graph_plan_report import LedgerRow
 from trencadis.core.host_memory import gib
 from trencadis.core.launches.launch_splitter import plan_wide_variants
 from trencadis.core.launches.stage_transfer import own_plan

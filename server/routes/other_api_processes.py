@@ -1,4 +1,4 @@
-"""State that an API process shares with the others: limits, and questions that only the front process can answer.
+"""What an API process shares with the others: media, adapters, limits, and questions that only the front can answer.
 
 Prepared images and videos as bytes, for another API process whose client refers to one by its uuid.
 """
