@@ -36,7 +36,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Py
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makefile(".ini", pytest=INI)
-    budget = '[base]\nseconds = 100\n[slow]\nseconds = 0.1\nfiles = ["checks/test_c*.py"]\n[marked]\nseconds = 5\n'
+    budget = '[base]\nseconds = 100\n[slow]\nseconds = 0.01\nfiles = ["checks/test_c*.py"]\n[marked]\nseconds = 5\n'
     pytester.makefile(".toml", budget=budget)
     checks = pytester.mkdir("checks")
     (checks / "conftest.py").write_text(CONFTEST)
