@@ -93,7 +93,7 @@ def test_refused_at_once(name: str, front: VideoFrontend) -> None:
         prepare(front, ATTACKS[name])
     assert 400 <= caught.value.status < 500 and caught.value.param == "messages[0].content[0]"
     assert "passwd" not in caught.value.message and len(caught.value.message) < 200
-    assert time.monotonic() - start < 5, "five times the bar"
+    assert time.monotonic() - start < 15, "a hang: two frames of 64 million pixels take 2 s on a slow core"
     assert prepare(front, GIF).tokens > 0
 
 
