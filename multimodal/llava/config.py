@@ -14,6 +14,9 @@ from trencadis.core.json_types import JsonObject
 from trencadis.multimodal.vit.tile_vision_config import TileVisionConfig
 from trencadis.multimodal.vit.vision_language_config import BLOCK_NAMES, ViTDefaults, read_vit_fields
 
+IMAGE_TOKEN = 32000
+"""Default of ``image_token_index``."""
+
 
 @dataclass(frozen=True)
 class ClipVisionConfig(TileVisionConfig):

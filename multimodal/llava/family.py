@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.multimodal.llava.config import CLIP_NAMES, ClipVisionConfig, read_clip_fields
+from trencadis.multimodal.llava.config import CLIP_NAMES, IMAGE_TOKEN, ClipVisionConfig, read_clip_fields
 from trencadis.multimodal.pixtral.config import VIT_DEFAULTS, WEIGHT_NAMES, PixtralVisionConfig, read_pixtral_fields
 from trencadis.multimodal.vit.vision_language_config import PREFIXES, read_image_token, read_text_config
-
-IMAGE_TOKEN = 32000
 
 
 def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.multimodal.llava.config import CLIP_NAMES, read_clip_fields
-from trencadis.multimodal.llava.family import IMAGE_TOKEN
+from trencadis.multimodal.llava.config import CLIP_NAMES, IMAGE_TOKEN, read_clip_fields
 from trencadis.multimodal.llava_next.config import LlavaNextVisionConfig, read_grid_pinpoints
 from trencadis.multimodal.vit.vision_language_config import PREFIXES, read_image_token, read_text_config
 
