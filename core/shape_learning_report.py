@@ -1,4 +1,4 @@
-"""What an engine has learned about the shapes of its traffic, and what became of the plans proposed for them.
+"""Report of learned shapes: the sizes that an engine recorded, the plans proposed for them, and their outcomes.
 
 The values are plain, so that an engine in the same process needs no codec; core/process/engine_messages.py sends them
 between processes. Torch-free.
@@ -13,7 +13,7 @@ PUBLISHED, FAILURE, SMALL, UNSTEADY, WORSE, SOON, PROPOSED, REVERTED, HELD = OUT
     "published", "failed", "gain_too_small", "gain_uncertain", "worse_than_static", "too_soon", "proposed", "reverted",
     "held",
 )  # fmt: skip
-"""What became of proposed shapes: the ``outcome`` label of ``bucket_replans_total``."""
+"""Outcomes of a proposed plan: values of the label ``outcome`` of ``bucket_replans_total``."""
 
 
 class NeedReport(NamedTuple):
@@ -55,7 +55,9 @@ class LearnedChange(NamedTuple):
 
 @dataclass(slots=True)
 class LearningReport:
-    """What an engine has learned about the shapes of its traffic. Sizes only: no text, hash or name of a request."""
+    """The sizes of an engine's launches, the plan proposed for them and past changes. It holds no text, hash or name
+    of a request.
+    """
 
     mode: str = ""
     version: int = 1

@@ -115,7 +115,7 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
         return dense_linear.panels_at(made.memory.data_ptr(), made.memory, outputs, inputs, dtype, bias, self.table)
 
     def pack_stored(self, rows: StoredRows, bias: Tensor | None) -> Weight | None:
-        """Implements ``weight_source.StoringOps``: packs in one pass by the library, if it knows oneDNN's
+        """Implements ``weight_source_interface.StoringOps``: packs in one pass by the library, if it knows oneDNN's
         layout.
         """
         if not is_packable(rows.dtype) and dense_linear.most_rows(self.table, rows.dtype) < ANY:
@@ -373,7 +373,7 @@ class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
         return super().best(logits) if found is None else found
 
     def best_outputs(self, x: Tensor, w: Weight, outputs: int, scale: float) -> Tensor | None:
-        """Returns codes of the best outputs (``dense.best``) without storing the outputs; None without an own
+        """Returns codes of the best outputs (``dense_linear.best``) without storing the outputs; None without an own
         kernel.
         """
         if not isinstance(w, PackedWeight) or w.panels is None or w.bias is not None or x.dtype != w.panels.dtype:

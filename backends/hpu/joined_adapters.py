@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.device.backend import AdapterRows, AdapterWeights, PackedAdapters
+from trencadis.core.lora.adapter_store import overwrite
 
 T = TypeVar("T")
 
@@ -59,17 +60,9 @@ class HostCopy(NamedTuple):
         for part, (width, found) in enumerate(zip(self.widths, adapter.parts, strict=True)):
             first = (part * self.slots + slot) * self.rank
             own = slice(first, first + self.rank)
-            _overwrite(self.held.a[:, own], None if found is None else found[0])
-            _overwrite(self.held.b[own, start : start + width], None if found is None else found[1])
+            overwrite(self.held.a[:, own], None if found is None else found[0])
+            overwrite(self.held.b[own, start : start + width], None if found is None else found[1])
             start += width
-
-
-def _overwrite(target: Tensor, source: Tensor | None) -> None:
-    """Writes ``source`` to the beginning of ``target`` [rows, columns], and zeros to the rest."""
-    if source is None or source.shape != target.shape:
-        target.zero_()
-    if source is not None:
-        target[: source.shape[0], : source.shape[1]] = source
 
 
 class SlotMasks:

@@ -260,7 +260,7 @@ class HpuOps(JoinedAdapterOps, StaticRecurrentOps, ReferenceOps):
         return found
 
     def by_rows(self, run: Callable[..., None], rows: tuple[Any, ...], *shared: Any) -> None:
-        """Runs ``run`` over rows; in compile mode in pieces of few sizes (``policy.PIECES``), shared by all
+        """Runs ``run`` over rows; in compile mode in pieces of few sizes (``shape_policy.PIECES``), shared by all
         launches.
         """
         if self.regions is None:

@@ -239,11 +239,11 @@ class AdapterStore:
 def _fill(w: AdapterWeights, slot: int, held: HeldLayer) -> None:
     """Writes the adapter of one layer to a slot; zeros where it has no matrix, or a smaller rank."""
     for i, (found, b) in enumerate(zip(held.parts, w.b, strict=True)):
-        _overwrite(w.a[slot, i], None if found is None else found.a)
-        _overwrite(b[slot], None if found is None else found.b)
+        overwrite(w.a[slot, i], None if found is None else found.a)
+        overwrite(b[slot], None if found is None else found.b)
 
 
-def _overwrite(target: Tensor, source: Tensor | None) -> None:
+def overwrite(target: Tensor, source: Tensor | None) -> None:
     """Writes ``source`` to the beginning of ``target`` [rows, columns], and zeros to the rest."""
     rows, columns = (0, 0) if source is None else source.shape
     if source is not None:

@@ -19,7 +19,7 @@ RETRY = 48
 """Proposals that are skipped before one is verified again, so that a better text is noticed."""
 
 TRIAL = 12
-"""Of so many proposals of a model one is made in the way that was accepted less often."""
+"""One of this many proposals of a draft model uses the mode that was accepted less often."""
 
 TIME_WEIGHT = 0.2
 """Weight of a new duration in a mean."""
@@ -36,7 +36,7 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256,
 
 @dataclass(slots=True)
 class AcceptanceRates:
-    """Of one sequence: the probability that the draft at each place is accepted if those before it are.
+    """How often the drafts of one sequence are accepted at each place, given that those before are accepted.
 
     Args:
         most: largest number of drafts.
@@ -74,8 +74,8 @@ class AcceptanceRates:
 
 @dataclass(slots=True)
 class DraftModes:
-    """Of one sequence that samples: whether drafts of a model are its likeliest ids or drawn by the token's random
-    number, whichever was accepted more often.
+    """Chooses how a model drafts for one sequence that samples: its likeliest ids, or ids drawn with the random
+    numbers of the target's tokens. The mode that was accepted more often is used.
     """
 
     shares: list[float] = field(default_factory=lambda: [FIRST_RATE, FIRST_RATE])

@@ -1,4 +1,4 @@
-"""What an API process shares with the others: media, adapters, limits, and questions that only the front can answer.
+"""Links an API process to the others: shared media, adapters and limits, and requests that the front answers.
 
 Prepared images and videos as bytes, for another API process whose client refers to one by its uuid.
 """

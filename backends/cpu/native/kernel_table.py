@@ -174,7 +174,7 @@ def table_of(
 
     Args:
         kind: a key of ``KINDS``, ``EMULATED`` or ``TORCH``.
-        features: CPU features, of ``library.FEATURES``. If oneDNN packs weights in a layout of its own (see
+        features: CPU features, of ``kernel_library.FEATURES``. If oneDNN packs weights in a layout of its own (see
         ``shares_layout``), own products of such weights take every number of rows or none.
         why: for ``KernelTable.why``.
         every_row: own products take every number of rows, so that a row has the same bits with any other rows.
@@ -234,7 +234,7 @@ LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 
 def onednn_features() -> frozenset[str]:
-    """Returns ``library.FEATURES`` of this CPU, without AVX-512 and AMX if a variable forbids them to oneDNN.
+    """Returns ``kernel_library.FEATURES`` of this CPU, without AVX-512 and AMX if a variable forbids them to oneDNN.
 
     It uses tiles also where own kernels for them are not built.
     """

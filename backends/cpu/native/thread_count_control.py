@@ -37,7 +37,7 @@ QUIET = 10.0
 
 
 class ThreadPool(Protocol):
-    """The library's functions about its threads; see ``threads.PoolCalls``."""
+    """The library's functions about its threads; see ``kernel_threads.PoolCalls``."""
 
     def in_use(self, asked: int, /) -> int: ...
     def system_id(self, worker: int, /) -> int: ...

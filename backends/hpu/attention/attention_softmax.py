@@ -29,7 +29,10 @@ Cut = Callable[[], None]
 
 
 class AttentionKernels(NamedTuple):
-    """The fused symbols that attention may use; None where plain operations take their place (``bridge.Bridge``)."""
+    """The fused symbols that attention may use; None where plain operations take their place.
+
+    They are fields of ``habana_bridge.Bridge``.
+    """
 
     sdpa: Callable[..., Tensor] | None = None
     parts: Callable[..., AttentionPart] | None = None

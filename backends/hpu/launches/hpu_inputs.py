@@ -85,7 +85,7 @@ class LaunchForm(NamedTuple):
         upto: True if tokens attend beyond their own position, so that prompts need ``Attn.upto``.
         recurrent: True if layers keep a state for each sequence (``TextTensors.recurrent``).
         shared: True if the start of a text launch is padded to a size that buckets share
-        (``policy.padded_start``).
+        (``shape_policy.padded_start``).
     """
 
     block_size: int

@@ -35,7 +35,7 @@ FP8_EXPERTS = "fp8_fused_weights_dynamic"
 
 
 class OptionalSymbols(NamedTuple):
-    """Optional fields of ``bridge.Bridge``; None if the plug-in or the card lacks one."""
+    """Optional fields of ``habana_bridge.Bridge``; None if the plug-in or the card lacks one."""
 
     sdpa_parts: Callable[..., AttentionPart] | None
     block_adjustment: Callable[..., Tensor] | None
@@ -293,7 +293,7 @@ def open_bridge(
         hccl: memory is left to HCCL also where there is one rank, whose collectives are probed.
 
     Raises:
-        StartupError: see ``environment.find_capability``; a plug-in that cannot be used; fewer cards than ranks.
+        StartupError: see ``gaudi_mode_and_env.find_capability``; a plug-in that cannot be used; fewer cards than ranks.
     """
     env = os.environ if environ is None else environ
     found = gaudi_mode_and_env.find_capability(env, index, world)

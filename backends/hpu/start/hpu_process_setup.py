@@ -155,7 +155,7 @@ def settle(environ: Mapping[str, str], index: int = 0, rank: int = 0, world: int
     """Returns the variables for a process that opens card ``index`` + ``rank``, and the lines of its banner.
 
     Raises:
-        StartupError: see ``environment.find_capability`` and ``settle_recipe_cache``.
+        StartupError: see ``gaudi_mode_and_env.find_capability`` and ``settle_recipe_cache``.
     """
     found = gaudi_mode_and_env.find_capability(environ, index + rank, world)
     if not found.real:

@@ -88,7 +88,7 @@ def test_a_refused_part_is_one_line_where_one_graph_is_asked_for(hpu: Any) -> No
 
 
 def test_a_refusal_in_compile_only_mode_is_raised_and_the_part_compiled_later(hpu: Any) -> None:
-    """As for image launches, which the graph compiler was seen to refuse in that mode alone."""
+    """Compile-only mode: the graph compiler was seen to refuse image launches in this mode and in no other."""
     backend = hpu(lazy=False, block_size=4, switches=HpuSettings(graph_breaks=True), faults="fail@graph:1")
     program = backend.program(Bucket(Stage.DECODE, (2, 2)), lambda x: x)
     part, x = Doubled(), torch.ones(3).to(DEVICE)
