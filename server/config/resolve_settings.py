@@ -79,6 +79,7 @@ class Settings:
         sources: field name -> ``flag``, ``file PATH`` or ``environment NAME``; defaults are absent.
         notes: lines for the terminal.
         shapes: the bucket variables that are set; they have no flags.
+        model_root: the model as the user named it, a hub id or folder; "": not known before it is found.
     """
 
     engine: EngineConfig
@@ -86,6 +87,7 @@ class Settings:
     sources: dict[str, str]
     notes: list[str]
     shapes: dict[str, str] = field(default_factory=dict)
+    model_root: str = ""
 
 
 def resolve_settings(given: command_line.ParsedArguments, environ: Mapping[str, str]) -> Settings:
