@@ -269,6 +269,8 @@ def test_another_task_is_refused_and_its_own_named(
 ) -> None:
     refused = start(pooling).call(path, body)
     assert refused.status_code == 400 and f"does {tasks}" in refused.json()["error"]["message"]
+    plugin = start(pooling).call("/pooling", {"input": "a", "task": "plugin"})
+    assert plugin.status_code == 400 and plugin.json()["error"]["message"] == "No IOProcessor plugin installed."
 
 
 def test_invocations_go_where_their_fields_belong(start: Callable[..., ScriptedApp]) -> None:
