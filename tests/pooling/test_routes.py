@@ -280,6 +280,9 @@ def test_invocations_go_where_their_fields_belong(start: Callable[..., ScriptedA
         made = harness.call("/invocations", body).json()
         assert made["id"].startswith(prefix if prefix != "list" else "embd")
     assert start(CLASSES).call("/invocations", {"input": "a"}).json()["id"].startswith("classify")
+    for body in ({"input": "a"}, {"messages": TALK}):
+        values = start(REWARDS).call("/invocations", body)
+        assert values.status_code == 200 and values.json()["id"].startswith("pooling"), values.text
 
 
 def test_a_full_queue_is_a_429(start: Callable[..., ScriptedApp]) -> None:
