@@ -20,7 +20,7 @@ def test_answer(harness: Any) -> None:
     assert body["id"].startswith("chatcmpl-") and body["object"] == "chat.completion" and body["model"] == "alias"
     assert body["system_fingerprint"].startswith("trencadis-")
     choice = body["choices"][0]
-    absent = dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
+    absent = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
     assert choice["message"] == {"role": "assistant", "content": ANSWER, **absent}
     assert (choice["index"], choice["finish_reason"], choice["stop_reason"], choice["logprobs"]) == (
         0,
