@@ -27,6 +27,9 @@ ASSETS = media.LocalAssetServer()
 def pytest_load_initial_conftests() -> None:
     """Puts the shim in the place of vLLM and of the tests' own helpers, before any file of theirs is imported."""
     stub_package.REAL["vllm.transformers_utils.repo_utils"] = {"hf_api": remote_server.HubFiles}
+    stub_package.REAL["vllm.model_executor.model_loader.weight_utils"] = {
+        "download_weights_from_hf": remote_server.HubFiles().snapshot_download
+    }
     stub_package.REAL["vllm.assets.base"] = {"VLLM_S3_BUCKET_URL": ASSETS.url}
     stub_package.REAL["tests.v1.utils"] = {"check_request_balancing": check_request_balancing}
     stub_package.REAL["tests.conftest"] = {"HfRunner": hf_models.HfRunner, "LocalAssetServer": media.LocalAssetServer}

@@ -92,6 +92,7 @@ class VllmError(Exception):
 REAL: dict[str, dict[str, Any]] = {
     "vllm": {"__version__": VERSION},
     "vllm.version": {"__version__": VERSION, "_prev_minor_version": lambda: "0.32"},
+    "vllm.envs": {"VLLM_USE_RUST_FRONTEND": False},
     "vllm.platforms": {"current_platform": Platform()},
     "vllm.tokenizers": {"get_tokenizer": load_tokenizer},
     "vllm.utils.network_utils": {"get_open_port": find_open_port},
