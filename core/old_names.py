@@ -203,12 +203,23 @@ _FORMER_MODULES = {
 MODULES = {old: new for new, olds in _FORMER_MODULES.items() for old in olds.split()}
 """Former modules, without ``trencadis.`` -> their current names."""
 
-MOVED = {
-    **dict.fromkeys(("AxisRule", "DecodedPieces", "Density", "GraphMemory", "InputSizes"), "core.device_shape_policy"),
-    **dict.fromkeys(("LARGEST", "Policy", "SMALLEST", "capturable"), "core.device_shape_policy"),
-    **dict.fromkeys(("BucketTable", "Plan", "escape"), "core.bucket_plan"),
+_MOVED = {
+    "core.buckets": {
+        "core.bucket_plan": "BucketTable Plan escape",
+        "core.device_shape_policy": """
+            AxisRule DecodedPieces Density GraphMemory InputSizes LARGEST Policy SMALLEST capturable""",
+    },
+    "core.step": {
+        "core.launch_inputs": "HeadInputs PoolInputs ResetInputs StepInputs VisionInputs",
+        "core.step_output": "HeadOutput PoolOutput Pooled StepOutput StepStats TargetScores append_pooled",
+    },
 }
-"""Names that ``core.buckets`` had -> the modules that have them now."""
+"""Modules that some names have left -> current modules -> these names."""
+
+MOVED = {
+    f"{old}.{name}": new for old, parts in _MOVED.items() for new, names in parts.items() for name in names.split()
+}
+"""Names with their former modules -> the modules that have them now."""
 
 NAMES = {
     "CLASH": "UUID_CONFLICT",
@@ -296,108 +307,58 @@ NAMES = {
 }
 """Former names of classes, functions and constants of any of these modules -> current names."""
 
-MEMBERS = {
-    "Attention": {"turned": "rotary_dim", "form": "kv_format"},
-    "CrossAttention": {"stored": "compute_arena_rows"},
-    "CrossAttentionOps": {"attend_pictures": "cross_attend", "attend_rows": "cross_attend_rows"},
-    "FixedPointPatchEmbed": {"values": "normalise_pixels"},
-    "HermesToolParser": {"grammar": "parse", "call": "call_rule", "walls": "stop_marks"},
-    "ImageGeometry": {"prepared": "make_prepared"},
-    "ImageNeeds": {"pictures": "images"},
-    "IncrementalParser": {
-        "grammar": "parse",
-        "ahead": "peek",
-        "sees": "match_literal",
-        "takes": "take_literal",
-        "until": "read_until",
-        "run_of": "read_run",
-        "_taken": "_take_events",
-    },
-    "KeepingOps": {"loaded": "finish_loading"},
-    "LayerScaleBlock": {"of_attention": "attention_scale", "of_mlp": "mlp_scale"},
-    "Linear": {"pack_apart": "pack_separately"},
-    "Memory": {"backed": "real_kv_bytes"},
-    "ModelConfig": {
-        "aligned": "alignment_unit",
-        "placed": "placeholder_token",
-        "placed_token": "template_token",
-        "own_towers": "encoder_data_parallel",
-        "sees": "encodes_images",
-    },
-    "PartialRotarySource": {"quantised": "take_quantised", "stacked": "take_stacked"},
-    "PlaceholderRun": {"shown": "visible_rows"},
-    "Pooler": {"load_words": "load_label_tokens"},
-    "Processor": {"sizes": "compute_geometry"},
-    "ReasoningFormat": {"parser": "make_parser", "state": "find_state"},
-    "RowParallelLinear": {"summed": "reduce"},
-    "TextConfig": {
-        "place": "norm_placement",
-        "turned": "rotary_dim",
-        "joined": "bidirectional_images",
-        "cross": "cross_attention_layers",
-    },
-    "TextRotary": {"far": "long_axis"},
-    "TilePatchEmbed": {"table": "position_table", "colours": "scale_shift", "values": "normalise_pixels"},
-    "TileProjector": {"enter": "linear_1", "leave": "linear_2"},
-    "TileVisionConfig": {
-        "crossing": "cut_widths",
-        "real": "real_slots",
-        "tile": "slots_per_tile",
-        "most_tiles": "max_tiles",
-        "places": "patch_positions",
-        "tokens": "rows_per_tile",
-        "exit_matrices": "projector_matrices",
-        "beside": "other_weights",
-        "out": "attention_out",
-    },
-    "TileVisionModel": {
-        "see": "patch_embed",
-        "tell": "projector",
-        "places": "load_position_table",
-        "constant_rows": "load_constant_rows",
-        "projected": "project_cells",
-    },
-    "ToolParser": {
-        "collected": "collect_value",
-        "call": "call_rule",
-        "calls": "calls_rule",
-        "amid": "free_text_rule",
-        "say": "add_content",
-        "say_blanks": "add_pending_blanks",
-        "start": "start_call",
-        "argue": "add_arguments",
-        "end": "end_call",
-        "accepts": "is_accepted_name",
-        "content_until": "read_content_until",
-        "attempt": "try_calls",
-        "call_objects": "read_call_objects",
-        "call_object": "read_call_object",
-        "value": "read_value",
-        "composite": "read_composite",
-        "string": "read_string",
-        "word": "read_word",
-        "walls": "stop_marks",
-        "joint": "call_separator",
-    },
-    "ViTBlock": {"names": "config", "qkv_at": "qkv_prefix"},
-    "ViTConfig": {
-        "stored": "count_weights",
-        "held": "count_rank_weights",
-        "exit_matrices": "projector_matrices",
-        "beside": "other_weights",
-        "embedded": "patch_embed_inputs",
-        "filled": "pads_to_unit",
-        "planes": "bytes_per_value",
-        "layers_at": "layer_prefix",
-        "out": "attention_out",
-        "columns": "mlp_in",
-        "down": "mlp_out",
-        "norm": "norm_weights",
-    },
-    "VideoProcessor": {"frames": "frame_limits"},
-    "WeightSource": {"quantised": "take_quantised", "stacked": "take_stacked"},
+_MEMBERS = {
+    "Attention": "turned=rotary_dim form=kv_format",
+    "CrossAttention": "stored=compute_arena_rows",
+    "CrossAttentionOps": "attend_pictures=cross_attend attend_rows=cross_attend_rows",
+    "FixedPointPatchEmbed": "values=normalise_pixels",
+    "HermesToolParser": "grammar=parse call=call_rule walls=stop_marks",
+    "ImageGeometry": "prepared=make_prepared",
+    "ImageNeeds": "pictures=images",
+    "IncrementalParser": """
+        grammar=parse ahead=peek sees=match_literal takes=take_literal until=read_until run_of=read_run
+        _taken=_take_events""",
+    "KeepingOps": "loaded=finish_loading",
+    "LayerScaleBlock": "of_attention=attention_scale of_mlp=mlp_scale",
+    "Linear": "pack_apart=pack_separately",
+    "Memory": "backed=real_kv_bytes",
+    "ModelConfig": """
+        aligned=alignment_unit placed=placeholder_token placed_token=template_token own_towers=encoder_data_parallel
+        sees=encodes_images""",
+    "PartialRotarySource": "quantised=take_quantised stacked=take_stacked",
+    "PlaceholderRun": "shown=visible_rows",
+    "Pooler": "load_words=load_label_tokens",
+    "Processor": "sizes=compute_geometry",
+    "ReasoningFormat": "parser=make_parser state=find_state",
+    "RowParallelLinear": "summed=reduce",
+    "TextConfig": "place=norm_placement turned=rotary_dim joined=bidirectional_images cross=cross_attention_layers",
+    "TextRotary": "far=long_axis",
+    "TilePatchEmbed": "table=position_table colours=scale_shift values=normalise_pixels",
+    "TileProjector": "enter=linear_1 leave=linear_2",
+    "TileVisionConfig": """
+        crossing=cut_widths real=real_slots tile=slots_per_tile most_tiles=max_tiles places=patch_positions
+        tokens=rows_per_tile exit_matrices=projector_matrices beside=other_weights out=attention_out""",
+    "TileVisionModel": """
+        see=patch_embed tell=projector places=load_position_table constant_rows=load_constant_rows
+        projected=project_cells""",
+    "ToolParser": """
+        collected=collect_value call=call_rule calls=calls_rule amid=free_text_rule say=add_content
+        say_blanks=add_pending_blanks start=start_call argue=add_arguments end=end_call accepts=is_accepted_name
+        content_until=read_content_until attempt=try_calls call_objects=read_call_objects
+        call_object=read_call_object value=read_value composite=read_composite string=read_string word=read_word
+        walls=stop_marks joint=call_separator""",
+    "ViTBlock": "names=config qkv_at=qkv_prefix",
+    "ViTConfig": """
+        stored=count_weights held=count_rank_weights exit_matrices=projector_matrices beside=other_weights
+        embedded=patch_embed_inputs filled=pads_to_unit planes=bytes_per_value layers_at=layer_prefix
+        out=attention_out columns=mlp_in down=mlp_out norm=norm_weights""",
+    "VideoProcessor": "frames=frame_limits",
+    "WeightSource": "quantised=take_quantised stacked=take_stacked",
 }
-"""Current class name -> former names of methods, attributes and constructor arguments -> current names."""
+"""Current class name -> members (methods, attributes, constructor arguments) as ``former=current``."""
+
+MEMBERS = {name: dict(pair.split("=") for pair in pairs.split()) for name, pairs in _MEMBERS.items()}
+"""Current class name -> former names of its members -> current names."""
 
 
 def find_successors(error: BaseException) -> str:
@@ -442,8 +403,8 @@ def _renamed_imports(error: ImportError) -> Iterator[tuple[str, str]]:
     for alias in statement.names if isinstance(statement, ast.ImportFrom) else ():
         if alias.name in NAMES:
             yield alias.name, NAMES[alias.name]
-        elif inside == "core.buckets" and alias.name in MOVED:
-            yield f"{module}.{alias.name}", f"trencadis.{MOVED[alias.name]}.{alias.name}"
+        elif f"{inside}.{alias.name}" in MOVED:
+            yield f"{module}.{alias.name}", f"trencadis.{MOVED[f'{inside}.{alias.name}']}.{alias.name}"
         elif f"{inside}.{alias.name}" in MODULES:
             yield f"{module}.{alias.name}", f"trencadis.{MODULES[f'{inside}.{alias.name}']}"
 
@@ -483,8 +444,8 @@ def _renamed_attribute(error: AttributeError) -> Iterator[tuple[str, str]]:
         inside = f"{module}.{name}".removeprefix("trencadis.")
         if inside in MODULES:
             yield f"trencadis.{inside}", f"trencadis.{MODULES[inside]}"
-        elif module == "trencadis.core.buckets" and name in MOVED:
-            yield f"{module}.{name}", f"trencadis.{MOVED[name]}.{name}"
+        elif inside in MOVED:
+            yield f"{module}.{name}", f"trencadis.{MOVED[inside]}.{name}"
         elif name in NAMES:
             yield name, NAMES[name]
         return

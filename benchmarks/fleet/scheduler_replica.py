@@ -20,7 +20,8 @@ from trencadis.core.scheduling.encoder_scheduler import EncoderCache
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
-from trencadis.core.step import HeadOutput, Step, StepOutput
+from trencadis.core.step import Step
+from trencadis.core.step_output import HeadOutput, StepOutput
 from trencadis.server.processes.multi_engine_client import make_request_cost, read_keys
 from trencadis.server.processes.replica_wait_prediction import RequestCost
 

@@ -29,7 +29,7 @@ from trencadis.core.device.backend import (
     TextTensors,
     load,
 )
-from trencadis.core.step import StepInputs
+from trencadis.core.launch_inputs import StepInputs
 
 ROWS, BLOCKS, BLOCK = 64, 2048, 128
 HEADS, GROUPS, HEAD_DIM = 28, 4, 128

@@ -22,7 +22,7 @@ from trencadis.backends.cuda.launches.cuda_inputs import Sizes, segments
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import LayerKV
-from trencadis.core.step import StepInputs
+from trencadis.core.launch_inputs import StepInputs
 
 BLOCK = 16
 BACKENDS = {

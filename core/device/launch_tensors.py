@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict, overload
 
 from torch import Tensor
 
-from trencadis.core.step import HeadOutput, PoolOutput
+from trencadis.core.step_output import HeadOutput, PoolOutput
 
 
 class LayerKV(NamedTuple):

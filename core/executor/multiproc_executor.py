@@ -35,7 +35,8 @@ from trencadis.core.links.message_link import Link, LinkClosed
 from trencadis.core.links.rank_placement import world_of
 from trencadis.core.request import AdapterRef
 from trencadis.core.startup_progress_and_warmup_pacing import Warming
-from trencadis.core.step import Step, StepOutput
+from trencadis.core.step import Step
+from trencadis.core.step_output import StepOutput
 
 if TYPE_CHECKING:
     from trencadis.core.device.backend import Pending

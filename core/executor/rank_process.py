@@ -33,7 +33,8 @@ from trencadis.core.links.message_link import Link, LinkClosed, PlainLink
 from trencadis.core.process import child_process, function_trace, log_setup, torch_detection
 from trencadis.core.process.heap_trimmer import HeapTrimmer
 from trencadis.core.startup_progress_and_warmup_pacing import Progress, SilentProgress
-from trencadis.core.step import Step, StepOutput
+from trencadis.core.step import Step
+from trencadis.core.step_output import StepOutput
 
 if TYPE_CHECKING:
     from trencadis.core.device.backend import Pending

@@ -11,7 +11,8 @@ from trencadis.core.buckets import Bucket
 from trencadis.core.executor.executor_interface import Rank
 from trencadis.core.request import AdapterRef
 from trencadis.core.startup_progress_and_warmup_pacing import Warming
-from trencadis.core.step import DraftRow, Step, StepOutput
+from trencadis.core.step import DraftRow, Step
+from trencadis.core.step_output import StepOutput
 
 if TYPE_CHECKING:
     from trencadis.core.device.backend import Pending

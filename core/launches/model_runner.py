@@ -16,6 +16,7 @@ from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.graph_rank_agreement import RankAgreement
 from trencadis.core.graphs.live_plan_change import PlanChanges
 from trencadis.core.graphs.warmup import Warmup
+from trencadis.core.launch_inputs import HeadInputs, StepInputs
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.draft_loading import DraftingModel, list_bodies
 from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner
@@ -47,15 +48,8 @@ from trencadis.core.request import AdapterRef
 from trencadis.core.shapes.shape_need_recorder import NeedRecorder
 from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.startup_progress_and_warmup_pacing import Warming
-from trencadis.core.step import (
-    DraftRow,
-    Encode,
-    HeadInputs,
-    HeadOutput,
-    Row,
-    Step,
-    StepInputs,
-)
+from trencadis.core.step import DraftRow, Encode, Row, Step
+from trencadis.core.step_output import HeadOutput
 from trencadis.core.token_masks.matcher_manager import MatcherManager
 
 

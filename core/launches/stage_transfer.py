@@ -21,7 +21,8 @@ import numpy as np
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import StageShare
-from trencadis.core.step import StepInputs, StepOutput
+from trencadis.core.launch_inputs import StepInputs
+from trencadis.core.step_output import StepOutput
 
 if TYPE_CHECKING:
     from trencadis.core.device.backend import Pipe

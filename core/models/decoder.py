@@ -34,6 +34,7 @@ from trencadis.core.device.backend import (
 )
 from trencadis.core.device.launch_tensors import RecurrentRows, first_rows
 from trencadis.core.errors import StartupError
+from trencadis.core.launch_inputs import VisionInputs
 from trencadis.core.models.attention import Attention, TextRotary
 from trencadis.core.models.decoder_layer import DecoderLayer as DecoderLayer
 from trencadis.core.models.decoder_layer import SinglePartLayer
@@ -51,7 +52,7 @@ from trencadis.core.models.mlp_and_norms import Norm, norm_of
 from trencadis.core.models.per_layer_embeddings import LayerInputEmbedding
 from trencadis.core.models.pooler import Pooler
 from trencadis.core.models.recurrent_layers import make_recurrent_layer
-from trencadis.core.step import Encode, VisionInputs
+from trencadis.core.step import Encode
 
 NumberedLayer = tuple[int, Any]
 """A layer or a group of layers that run as one, after the number of its first layer."""

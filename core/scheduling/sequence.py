@@ -23,7 +23,8 @@ from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import MAX_LOGPROBS, Delta, Request, RequestStats, TokenLogprob
 from trencadis.core.spec.draft_count import AcceptanceRates, DraftModes
 from trencadis.core.spec.draft_proposer import DraftProposer
-from trencadis.core.step import PENDING, Float32, Int32, Opening, Pooled, PoolSpan, Sample
+from trencadis.core.step import PENDING, Float32, Int32, Opening, PoolSpan, Sample
+from trencadis.core.step_output import Pooled
 from trencadis.core.structured_outputs import Repetition, repeats
 
 _MASK = (1 << 64) - 1

@@ -11,11 +11,12 @@ from torch.nn import functional
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Rotary, Segments, VisionTensors
+from trencadis.core.launch_inputs import VisionInputs
 from trencadis.core.models.linear_and_embedding import Linear
 from trencadis.core.models.mlp_and_norms import norm_of
 from trencadis.core.models.tower_decoder import TowerDecoder
 from trencadis.core.shared_constants import WINDOW_SLOTS
-from trencadis.core.step import Encode, VisionInputs
+from trencadis.core.step import Encode
 from trencadis.multimodal.minicpmv4_6.config import SIDE, WINDOW, MiniCPMVisionConfig
 from trencadis.multimodal.minicpmv4_6.processor import load_normalisation, nearest_positions
 from trencadis.multimodal.normalisation import PixelNormalisation

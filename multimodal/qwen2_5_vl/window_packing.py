@@ -14,8 +14,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from trencadis.core.launch_inputs import VisionInputs
 from trencadis.core.shared_constants import SINK_ROW, WINDOW_SLOTS
-from trencadis.core.step import Encode, Int32, VisionInputs
+from trencadis.core.step import Encode, Int32
 from trencadis.multimodal.qwen2_vl.config import MERGE, WINDOW_CELLS
 
 CELL = MERGE * MERGE

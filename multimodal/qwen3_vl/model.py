@@ -15,6 +15,7 @@ from torch.nn import functional
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, VisionTensors
+from trencadis.core.launch_inputs import VisionInputs
 from trencadis.core.models.attention import vision_frequencies
 from trencadis.core.models.linear_and_embedding import (
     NO_ADAPTERS,
@@ -28,7 +29,7 @@ from trencadis.core.models.linear_and_embedding import (
 from trencadis.core.models.mlp_and_norms import LayerNorm
 from trencadis.core.models.tower_decoder import AdaptedTowerDecoder
 from trencadis.core.shared_constants import align_up
-from trencadis.core.step import Encode, VisionInputs
+from trencadis.core.step import Encode
 from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation
 from trencadis.multimodal.patch_packing import pack_whole_images
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config

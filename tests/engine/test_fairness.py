@@ -19,7 +19,8 @@ from trencadis.core.scheduling.request_lifecycle import Lifecycle
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Sequence, SequenceStatus
-from trencadis.core.step import HeadOutput, Step, StepOutput
+from trencadis.core.step import Step
+from trencadis.core.step_output import HeadOutput, StepOutput
 
 EOS = 1
 

@@ -25,7 +25,8 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.shapes.step_times_and_chunk_budget import LADDER, ChunkBudget, StepTimes, StepWork, chunk_sizes
-from trencadis.core.step import Step, StepOutput
+from trencadis.core.step import Step
+from trencadis.core.step_output import StepOutput
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
 PAIR = 1e-3

@@ -32,9 +32,9 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig, LayerKV, Rotary, Segments
 from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.errors import StartupError
+from trencadis.core.launch_inputs import StepInputs
 from trencadis.core.launches.host_inputs import own_positions
 from trencadis.core.memory import estimate
-from trencadis.core.step import StepInputs
 
 Make = Callable[..., Any]
 

@@ -19,7 +19,7 @@ from benchmarks.hpu.claims import BY_ID, CLAIMS
 from tests.stubs import gaudi_container
 from tools.hardware import claims
 from trencadis.core.device.backend import BackendConfig, HeadTensorsOut
-from trencadis.core.step import HeadOutput
+from trencadis.core.step_output import HeadOutput
 
 
 def test_without_a_card_one_line_and_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

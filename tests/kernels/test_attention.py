@@ -22,7 +22,7 @@ from trencadis.backends.cuda.launches.cuda_inputs import Sizes, arrays
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import Segments
-from trencadis.core.step import VisionInputs
+from trencadis.core.launch_inputs import VisionInputs
 from trencadis.core.vision_config import SlotForm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

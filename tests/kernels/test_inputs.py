@@ -22,7 +22,7 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.errors import StartupError
-from trencadis.core.step import HeadInputs, ResetInputs, VisionInputs
+from trencadis.core.launch_inputs import HeadInputs, ResetInputs, VisionInputs
 from trencadis.core.vision_config import SlotForm
 
 

@@ -24,8 +24,8 @@ from trencadis.backends.cuda.launches.cuda_inputs import Sizes, segments
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig, LayerKV, Segments
+from trencadis.core.launch_inputs import StepInputs
 from trencadis.core.launches.host_inputs import own_positions
-from trencadis.core.step import StepInputs
 
 GUARD = 256
 """Values before and behind each tensor."""

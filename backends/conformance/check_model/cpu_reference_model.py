@@ -23,10 +23,11 @@ from trencadis.core.cross_attention_inputs import (
     variant_of,
 )
 from trencadis.core.device.backend import Backend, BackendConfig, Comm
+from trencadis.core.launch_inputs import StepInputs
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.models import model_loader
 from trencadis.core.models.attention import SharedAttention
-from trencadis.core.step import Encode, StepInputs
+from trencadis.core.step import Encode
 
 BLOCK, BLOCKS = 8, 32
 Note = Callable[[Any, int], None]

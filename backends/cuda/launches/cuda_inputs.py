@@ -47,9 +47,9 @@ from trencadis.backends.cuda.launches.work_item_capacity import (
 from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device.backend import Inputs, TextTensors, VisionTensors
+from trencadis.core.launch_inputs import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 from trencadis.core.launches.host_inputs import token_adapters
 from trencadis.core.shared_constants import SINK_ROW, WINDOW_SLOTS
-from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 from trencadis.core.vision_config import NO_SLOT, SlotForm
 
 Array = NDArray[Any]

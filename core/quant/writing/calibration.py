@@ -32,6 +32,7 @@ from trencadis.core.device.backend import (
     Weight,
 )
 from trencadis.core.device.launch_tensors import Rotary, first_rows
+from trencadis.core.launch_inputs import StepInputs
 from trencadis.core.launches import persistent_tensors
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.decoder_layer import DecoderLayer
@@ -42,7 +43,7 @@ from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.request import Request
 from trencadis.core.scheduling.encoder_scheduler import rows_of_run
 from trencadis.core.shared_constants import RESERVED_BLOCKS
-from trencadis.core.step import Encode, StepInputs
+from trencadis.core.step import Encode
 
 BLOCK = 128
 """Tokens per block of the single layer's cache."""

@@ -23,8 +23,8 @@ from trencadis.core.device.backend import (
     TextTensors,
     VisionTensors,
 )
+from trencadis.core.launch_inputs import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 from trencadis.core.shared_constants import SINK_BLOCK, SINK_ROW, WINDOW_SLOTS, ZERO_BLOCK
-from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
 

@@ -16,8 +16,9 @@ from trencadis.backends.hpu.launches.host_copies import cast_inputs, make_packin
 from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm, arrays, leaves, rebuild
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import HeadTensors, HeadTensorsOut
+from trencadis.core.launch_inputs import HeadInputs
 from trencadis.core.request import MAX_LOGPROBS
-from trencadis.core.step import HeadInputs, HeadOutput
+from trencadis.core.step_output import HeadOutput
 from trencadis.core.vision_config import SlotForm
 
 pytestmark = pytest.mark.part("gaudi")
