@@ -58,11 +58,10 @@ _FORMER_MODULES = {
     "core.checkpoint.quant_formats": """
         core.checkpoint.formats core.checkpoint.formats.awq core.checkpoint.formats.bit_packing
         core.checkpoint.formats.compressed_tensors core.checkpoint.formats.format_table core.checkpoint.formats.fp8
-        core.checkpoint.formats.gptq core.checkpoint.formats.mxfp4 core.checkpoint.formats.raw_weight
-        core.quant.formats core.quant.formats.awq core.quant.formats.bit_packing
-        core.quant.formats.compressed_tensors core.quant.formats.format_table core.quant.formats.fp8
-        core.quant.formats.gptq core.quant.formats.raw core.quant.formats.raw_weight core.quant.formats.table
-        core.quant.formats.words""",
+        core.checkpoint.formats.gptq core.checkpoint.formats.mxfp4 core.checkpoint.formats.raw_weight core.quant.formats
+        core.quant.formats.awq core.quant.formats.bit_packing core.quant.formats.compressed_tensors
+        core.quant.formats.format_table core.quant.formats.fp8 core.quant.formats.gptq core.quant.formats.raw
+        core.quant.formats.raw_weight core.quant.formats.table core.quant.formats.words""",
     "core.checkpoint.state_dict_pickle": "core.checkpoint.opcodes core.checkpoint.pickle_reader",
     "core.checkpoint.weight_file_reader": "core.checkpoint.weight_loader core.models.loader core.models.weight_loader",
     "core.checkpoint.weight_prefetch": "core.checkpoint.prefetch",
@@ -131,6 +130,7 @@ _FORMER_MODULES = {
     "multimodal.decode_workers.worker_messages": "multimodal.workers.pipe",
     "multimodal.decode_workers.worker_pool": "multimodal.workers.pool",
     "multimodal.decode_workers.worker_process": "multimodal.workers.process",
+    "multimodal.gemma3.family": "multimodal.gemma3.config",
     "multimodal.glm4v.model": "multimodal.glm4v.tower",
     "multimodal.idefics3": "multimodal.smolvlm",
     "multimodal.idefics3.family": "multimodal.smolvlm.family",
@@ -141,7 +141,8 @@ _FORMER_MODULES = {
     "multimodal.images.image_header": "multimodal.images.header",
     "multimodal.images.pil_decode": "multimodal.images.decode multimodal.images.image_job multimodal.images.jobs",
     "multimodal.images.processor_cache": "multimodal.images.cache",
-    "multimodal.llava.config": "multimodal.llava.clip multimodal.llava.clip_config",
+    "multimodal.llava.family": "multimodal.llava.clip multimodal.llava.clip_config multimodal.llava.config",
+    "multimodal.llava_next.family": "multimodal.llava_next.config",
     "multimodal.media_options": "multimodal.images.limits multimodal.images.mm_processor_kwargs multimodal.options",
     "multimodal.media_timing": "multimodal.stages",
     "multimodal.media_uuids": "multimodal.uuids",
@@ -150,10 +151,11 @@ _FORMER_MODULES = {
     "multimodal.mllama.model": "multimodal.mllama_tower.model multimodal.stacks.model",
     "multimodal.normalisation": "multimodal.colours multimodal.tiles.fine multimodal.vit.fixed_point_pixels",
     "multimodal.patch_packing": "multimodal.grids multimodal.packing multimodal.patch_grids",
+    "multimodal.phi3_v.family": "multimodal.phi3_v.config",
     "multimodal.pixtral": "multimodal.lines multimodal.mistral3 multimodal.pixtral_tower",
     "multimodal.pixtral.config": """
-        multimodal.lines.config multimodal.pixtral.fields multimodal.pixtral.names
-        multimodal.pixtral.pixtral_hf_config multimodal.pixtral.pixtral_weight_names multimodal.pixtral_tower.config""",
+        multimodal.lines.config multimodal.pixtral.fields multimodal.pixtral.names multimodal.pixtral.pixtral_hf_config
+        multimodal.pixtral.pixtral_weight_names multimodal.pixtral_tower.config""",
     "multimodal.pixtral.family": "multimodal.mistral3.family",
     "multimodal.pixtral.model": "multimodal.lines.model multimodal.pixtral_tower.model",
     "multimodal.placeholders": "multimodal.videos.spoken multimodal.videos.text_timestamps",

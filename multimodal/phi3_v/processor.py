@@ -24,7 +24,7 @@ from trencadis.multimodal.normalisation import (
     encode_fixed_point,
     read_normalisation,
 )
-from trencadis.multimodal.phi3_v.config import NEWLINE, SEPARATOR, Phi3VVisionConfig
+from trencadis.multimodal.phi3_v.family import NEWLINE, SEPARATOR, Phi3VVisionConfig
 from trencadis.multimodal.processor_interface import ImageGeometry, Layout, PlaceholderRun
 from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,
