@@ -115,7 +115,6 @@ _FORMER_MODULES = {
     "core.quant.writing.safetensors_writer": "core.quant.writing.files",
     "core.quant.writing.source_checkpoint": "core.quant.writing.stored",
     "core.request": "core.adapter_ref",
-    "core.shared_constants": "core.layout",
     "core.spec.draft_proposer": "core.spec.draft_source",
     "core.startup_progress_and_warmup_pacing": "core.progress core.startup_progress",
     "core.structured_outputs": "core.constraints",
@@ -211,6 +210,12 @@ _MOVED = {
         "core.device_shape_policy": """
             AxisRule DecodedPieces Density GraphMemory InputSizes LARGEST Policy SMALLEST capturable""",
     },
+    "core.layout core.shared_constants": {
+        "core.buckets": "align_up",
+        "core.kv_cache_format": "RESERVED_BLOCKS SINK_BLOCK ZERO_BLOCK",
+        "core.media_spans": "RESERVED_ROWS SINK_ROW ZERO_ROW",
+        "core.vision_config": "WINDOW_SLOTS",
+    },
     "core.step": {
         "core.launch_inputs": "HeadInputs PoolInputs ResetInputs StepInputs VisionInputs",
         "core.step_output": "HeadOutput PoolOutput Pooled StepOutput StepStats TargetScores append_pooled",
@@ -219,7 +224,11 @@ _MOVED = {
 """Modules that some names have left -> current modules -> these names."""
 
 MOVED = {
-    f"{old}.{name}": new for old, parts in _MOVED.items() for new, names in parts.items() for name in names.split()
+    f"{old}.{name}": new
+    for olds, parts in _MOVED.items()
+    for old in olds.split()
+    for new, names in parts.items()
+    for name in names.split()
 }
 """Names with their former modules -> the modules that have them now."""
 

@@ -36,6 +36,8 @@ class AdapterRef:
     tower: bool = False
 
 
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Values of a request's ``reasoning_effort``."""
 MAX_LOGPROBS = 20
 """Top ids that every SAMPLE launch with log-probabilities reports; more of them take another launch."""
 MAX_BEAMS = MAX_LOGPROBS // 2

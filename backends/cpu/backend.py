@@ -67,10 +67,11 @@ from trencadis.core.device.backend import (
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows
 from trencadis.core.graphs.graph_manager import WallStopwatch
 from trencadis.core.host_memory import free_host, total_host
+from trencadis.core.kv_cache_format import ZERO_BLOCK
 from trencadis.core.launch_inputs import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 from trencadis.core.launches.host_inputs import token_adapters
 from trencadis.core.launches.rank_input_batch import PersistentHeadInputs, PersistentTextInputs
-from trencadis.core.shared_constants import SINK_ROW, ZERO_BLOCK
+from trencadis.core.media_spans import SINK_ROW
 from trencadis.core.vision_config import NO_SLOT, SlotForm
 
 Array = NDArray[Any]

@@ -60,7 +60,7 @@ from trencadis.core.device.backend import (
 )
 from trencadis.core.models import kv_cache_codes
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 QUERY_TILE = 512
 """Number of queries of a chunk that share one mask, if there are stored tokens before the chunk."""

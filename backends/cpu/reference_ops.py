@@ -37,7 +37,7 @@ from trencadis.core.device.backend import (
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, put_slots
 from trencadis.core.models import kv_cache_codes
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 T = TypeVar("T")
 

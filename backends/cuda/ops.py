@@ -78,7 +78,7 @@ from trencadis.core.device.backend import (
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows
 from trencadis.core.models.decoder_layer import DecoderLayer
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 T = TypeVar("T")
 DECODER_ARGS = 4

@@ -30,7 +30,7 @@ from trencadis.core.kv_cache_format import FP8, INT8
 from trencadis.core.quant.weight_storage_format import FLOATS8
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.shapes.launch_costs import Costs
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 PIECES = (1, 4, 16, 64, 512, 4096)
 """Numbers of rows of a piece. A launch of up to 256 rows has at most four pieces, one of up to 32,768 at most eight."""

@@ -19,7 +19,7 @@ from trencadis.core.checkpoint.pooling_config import Pooling
 from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.checkpoint.rope_config import LongScaling, Scaling, YarnScaling
 from trencadis.core.kv_cache_format import KVFormat
-from trencadis.core.shared_constants import RESERVED_ROWS
+from trencadis.core.media_spans import RESERVED_ROWS
 from trencadis.core.vision_config import VisionConfig
 
 LAYER_INPUTS = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")

@@ -36,6 +36,7 @@ from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.graphs.live_plan_change import PlanChange, PlanChanges
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.host_memory import gib
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.launches.draft_loading import DraftingModel, HeldDraft, load_drafter
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import (
@@ -60,7 +61,6 @@ from trencadis.core.models import model_loader
 from trencadis.core.models.interface import HostLayering, Model, Persistent
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.spec.draft_checkpoint import Drafter, sizes_of
 from trencadis.core.startup_progress_and_warmup_pacing import Progress, Throttle
 

@@ -15,6 +15,7 @@ from trencadis.core.graphs.graph_rank_agreement import RankAgreement
 from trencadis.core.host_memory import free_host
 from trencadis.core.kv.block_pool import BlockPool, HostBlockPool
 from trencadis.core.kv.recurrent_state_pool import StatePool
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.launches.host_block_copies import (
     CopyingBackend,
     HostKV,
@@ -29,7 +30,6 @@ from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.memory import kv_cache_size
 from trencadis.core.memory.cache_plan import CachePlan
 from trencadis.core.models.interface import Persistent
-from trencadis.core.shared_constants import RESERVED_BLOCKS
 
 
 class OffloadLaunches(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from trencadis.core.engine.startup_plan import DryRun, StartupPlan
 from trencadis.core.errors import StartupError
-from trencadis.core.shared_constants import RESERVED_BLOCKS
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 
 
 def planned_stages(starts: Sequence[DryRun]) -> tuple[StartupPlan, ...]:

@@ -17,6 +17,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.graph_plan_report import LedgerRow
 from trencadis.core.host_memory import gib
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.launches.launch_splitter import plan_wide_variants
 from trencadis.core.launches.stage_transfer import own_plan
 from trencadis.core.memory import draft_estimate, weight_offload
@@ -56,7 +57,6 @@ from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.bucket_profile import plan_by_profile
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.spec.draft_checkpoint import Drafter
 from trencadis.core.spec.spec_config import resolve_speculation
 

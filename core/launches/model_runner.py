@@ -46,11 +46,11 @@ from trencadis.core.models.eagle3 import Eagle3Head
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.request import AdapterRef
 from trencadis.core.shapes.shape_need_recorder import NeedRecorder
-from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.startup_progress_and_warmup_pacing import Warming
 from trencadis.core.step import DraftRow, Encode, Row, Step
 from trencadis.core.step_output import HeadOutput
 from trencadis.core.token_masks.matcher_manager import MatcherManager
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 
 class ModelRunner:

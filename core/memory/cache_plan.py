@@ -17,13 +17,12 @@ from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, rese
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
-from trencadis.core.kv_cache_format import head_bytes
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS, head_bytes
 from trencadis.core.memory.draft_estimate import HeadEstimator
 from trencadis.core.memory.estimate import arena_width
 from trencadis.core.memory.ledger import DeviceTooSmall
 from trencadis.core.memory.weight_bytes import quantisation_excess
 from trencadis.core.shapes.launch_costs import layers_values
-from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.spec.draft_checkpoint import Drafter, EagleConfig, sizes_of
 
 SHARE = 0.5

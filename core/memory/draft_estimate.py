@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import LORA, Bucket, Stage, drafting_bucket, is_drafting, padded_tokens, target_bucket
+from trencadis.core.media_spans import RESERVED_ROWS
 from trencadis.core.memory.estimate import MemoryEstimator, estimate_memory_in_use, state_slots
 from trencadis.core.memory.graph_selection import GraphPrice
 from trencadis.core.memory.ledger import MemoryInUse, MemorySplit
 from trencadis.core.shapes.bucket_planner import pruned, without_launch_cost
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.core.shared_constants import HEAD_STATES, RESERVED_ROWS
 from trencadis.core.spec.draft_checkpoint import Drafter, EagleConfig, sizes_of
+from trencadis.core.weight_files import HEAD_STATES
 
 SHARE = 0.5
 """Text launches of the draft model, as a share of the target's: it is small, so that more padding costs less than more

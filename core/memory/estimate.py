@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, verified_width, wide_ids
+from trencadis.core.buckets import LORA, Bucket, Stage, align_up, drafts_ahead, padded_tokens, verified_width, wide_ids
 from trencadis.core.checkpoint.family import DeviceShare
 from trencadis.core.checkpoint.model_config import OUT, SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.model_registry import family_of
 from trencadis.core.device_shape_policy import DecodedPieces, GraphMemory, InputSizes
 from trencadis.core.kv_cache_format import head_bytes
+from trencadis.core.media_spans import RESERVED_ROWS
 from trencadis.core.memory import launch_memory
 from trencadis.core.memory.graph_selection import GraphPrice
 from trencadis.core.memory.ledger import MemoryInUse
@@ -33,7 +34,6 @@ from trencadis.core.memory.weight_bytes import (
 )
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.core.shared_constants import RESERVED_ROWS, align_up
 from trencadis.core.vision_config import CUT_WIDTHS, NO_SLOT
 
 SPARE_SLOTS = 8

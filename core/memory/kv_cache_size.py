@@ -14,8 +14,8 @@ from trencadis.core.device_shape_policy import Policy
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.memory.ledger import MemorySplit
-from trencadis.core.shared_constants import RESERVED_BLOCKS
 
 STATE_SHARE = 0.25
 """Share of ``--kv-offloading-size`` that recurrent states of preempted sequences take at most."""

@@ -17,7 +17,7 @@ from trencadis.core.buckets import Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.graph_plan_report import LedgerRow
 from trencadis.core.host_memory import gib
-from trencadis.core.shared_constants import RESERVED_BLOCKS
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 
 TEXT, VISION, DECODE = "text", "vision", "decode"
 POOLS = (TEXT, VISION, DECODE)

@@ -10,13 +10,13 @@ from torch import Tensor
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.device.backend import Backend, TextTensors
 from trencadis.core.device.launch_tensors import first_rows
+from trencadis.core.media_spans import RESERVED_ROWS
 from trencadis.core.models.decoder import Decoder, DecoderEntry, FirstLayerInputs
 from trencadis.core.models.image_cross_attention import CrossAttentionLayer
 from trencadis.core.models.interface import CrossAttentionOps, Persistent
 from trencadis.core.models.linear_and_embedding import (
     Embedding,
 )
-from trencadis.core.shared_constants import RESERVED_ROWS
 
 
 def arena_row_numbers(units: Tensor, length: int) -> Tensor:

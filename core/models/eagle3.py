@@ -36,8 +36,7 @@ from trencadis.core.models.interface import Persistent
 from trencadis.core.models.linear_and_embedding import Embedding, Linear, RowParallelLinear
 from trencadis.core.models.mlp_and_norms import GatedMLP, Norm, norm_of
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.shared_constants import HEAD_STATES
-from trencadis.core.weight_files import HEAD_TABLE
+from trencadis.core.weight_files import HEAD_STATES, HEAD_TABLE
 
 
 class HeadWeights:

@@ -14,13 +14,13 @@ from collections import abc
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from trencadis.core.buckets import DRAFTED_ROWS
 from trencadis.core.engine_stats import EngineStats
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.scheduling.persistent_batch import PersistentBatch
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Sequence, SequenceDrafter, SequenceStatus
 from trencadis.core.scheduling.step_builder import InFlightStep, StepBuilder
-from trencadis.core.shared_constants import DRAFTED_ROWS
 from trencadis.core.spec.draft_count import AcceptanceRates, DraftModes, StepSeconds, choose_count
 from trencadis.core.spec.draft_proposer import DraftProposer, FirstProposal, cut_at
 from trencadis.core.spec.ngram_proposer import NgramProposer

@@ -27,11 +27,10 @@ import numpy as np
 from trencadis.core.cross_attention_inputs import CrossAttentionSpans, compute_cross_attention
 from trencadis.core.engine_stats import EngineStats
 from trencadis.core.kv.block_pool import EvictionLog
-from trencadis.core.media_spans import MediaSpan, TokenRun
+from trencadis.core.media_spans import RESERVED_ROWS, MediaSpan, TokenRun
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import MediaStart, Sequence
-from trencadis.core.shared_constants import RESERVED_ROWS
 from trencadis.core.step import BidirectionalSpan, Encode, ImageRows, Int32, PixelNeed, UInt8
 
 

@@ -10,8 +10,7 @@ from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, Parse
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.family_configs import gemma3
 from trencadis.core.json_types import JsonMapping
-from trencadis.core.shared_constants import WINDOW_SLOTS
-from trencadis.core.vision_config import SharedMatrix
+from trencadis.core.vision_config import WINDOW_SLOTS, SharedMatrix
 from trencadis.multimodal.vit.tile_vision_config import SiglipVisionConfig
 from trencadis.multimodal.vit.vision_language_config import BLOCK_NAMES, PREFIXES, SIGLIP, read_vit_fields
 

@@ -15,8 +15,8 @@ from trencadis.core.launch_inputs import VisionInputs
 from trencadis.core.models.linear_and_embedding import Linear
 from trencadis.core.models.mlp_and_norms import norm_of
 from trencadis.core.models.tower_decoder import TowerDecoder
-from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.step import Encode
+from trencadis.core.vision_config import WINDOW_SLOTS
 from trencadis.multimodal.minicpmv4_6.config import SIDE, WINDOW, MiniCPMVisionConfig
 from trencadis.multimodal.minicpmv4_6.processor import load_normalisation, nearest_positions
 from trencadis.multimodal.normalisation import PixelNormalisation

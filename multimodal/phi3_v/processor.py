@@ -13,10 +13,10 @@ from typing import ClassVar
 import numpy as np
 from PIL import Image
 
+from trencadis.core.buckets import align_up
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import JsonMapping
-from trencadis.core.shared_constants import align_up
 from trencadis.multimodal.normalisation import (
     CLIP,
     downscale_bicubic,

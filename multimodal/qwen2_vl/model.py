@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trencadis.core.buckets import align_up
 from trencadis.core.checkpoint.model_config import LAYER, RMS, ModelConfig
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, VisionTensors
@@ -27,7 +28,6 @@ from trencadis.core.models.linear_and_embedding import (
 )
 from trencadis.core.models.mlp_and_norms import Norm, norm_of
 from trencadis.core.models.tower_decoder import AdaptedTowerDecoder
-from trencadis.core.shared_constants import align_up
 from trencadis.core.step import Encode
 from trencadis.multimodal.normalisation import CLIP, PixelNormalisation
 from trencadis.multimodal.patch_packing import pack_whole_images

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trencadis.core.errors import BadRequest
-from trencadis.core.shared_constants import MAX_CLIP_FRAMES
-from trencadis.multimodal.media_options import NO_OPTIONS, MediaOptions
+from trencadis.multimodal.media_options import MAX_CLIP_FRAMES, NO_OPTIONS, MediaOptions
 from trencadis.multimodal.videos.frame_limits import FrameLimits
 
 FPS = 2.0

@@ -17,7 +17,6 @@ from PIL import Image
 
 from trencadis.core.errors import BadRequest, TooLarge, attach_param
 from trencadis.core.json_types import Json, JsonObject
-from trencadis.core.shared_constants import MAX_CLIP_FRAMES, MAX_CLIP_SECONDS
 from trencadis.multimodal import media_timing
 from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.decode_workers.worker_pool import Job, JobResult
@@ -26,6 +25,8 @@ from trencadis.multimodal.images.image_frontend import cache_key, content_digest
 from trencadis.multimodal.images.pil_decode import load_pil_image
 from trencadis.multimodal.images.processor_cache import ProcessorCache, Unshared
 from trencadis.multimodal.media_options import (
+    MAX_CLIP_FRAMES,
+    MAX_CLIP_SECONDS,
     NO_OPTIONS,
     NO_SCOPE,
     MediaOptions,

@@ -64,8 +64,8 @@ def test_every_name_and_member_has_a_successor_in_the_source() -> None:
     ("source", "said"),
     [
         (
-            "from trencadis.core.layout import Array",
-            "trencadis.core.layout is called trencadis.core.shared_constants now",
+            "from trencadis.core.layout import WINDOW_SLOTS",
+            "trencadis.core.layout.WINDOW_SLOTS is called trencadis.core.vision_config.WINDOW_SLOTS now",
         ),
         (
             "from trencadis.multimodal.tiles.model import (\n    TileModel,\n)",
@@ -115,8 +115,8 @@ def test_other_errors_of_plug_ins_have_no_successor(write: Write) -> None:
 
 
 def test_each_kind_of_plug_in_is_told(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = write("from trencadis.core.layout import Array")
-    said = "trencadis.core.layout is called trencadis.core.shared_constants now"
+    where = write("from trencadis.multimodal.rgb_images import to_rgb")
+    said = "trencadis.multimodal.rgb_images is called trencadis.multimodal.convert_to_rgb now"
 
     def offered(group: str) -> list[EntryPoint]:
         return [EntryPoint("other", f"{where}X", group)]

@@ -13,8 +13,8 @@ import torch
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.launches.block_copies import batches
 from trencadis.core.device.backend import LayerKV
+from trencadis.core.kv_cache_format import SINK_BLOCK
 from trencadis.core.launches.host_block_copies import tensors_of
-from trencadis.core.shared_constants import SINK_BLOCK
 from trencadis.core.step import BlockMove
 
 pytestmark = pytest.mark.part("quantised")

@@ -20,7 +20,7 @@ from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.device.backend import LayerKV, Segments
 from trencadis.core.models import kv_cache_codes
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 BLOCK = 16
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -27,13 +27,12 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import BackendConfig, LayerKV
 from trencadis.core.errors import StartupError
-from trencadis.core.kv_cache_format import parse_kv_format
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS, parse_kv_format
 from trencadis.core.launches.persistent_tensors import kv_cache
 from trencadis.core.memory import cache_plan
 from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models import kv_cache_codes
 from trencadis.core.models.model_loader import load_model
-from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.server.cli.main import main
 
 BLOCK, GROUPS, HEADS, D = 16, 2, 6, 32

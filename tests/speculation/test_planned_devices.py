@@ -43,9 +43,9 @@ from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.engine.startup_plan import StartupPlan
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.launches.draft_loading import open_beside
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.shared_constants import RESERVED_BLOCKS
 
 LENGTH, DRAFTS = 96, 3
 FLAGS: dict[str, Any] = {

@@ -32,9 +32,9 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import can_share
 from trencadis.core.launches.encoder_data_parallel import GatheredRows, assign_images
+from trencadis.core.media_spans import SINK_ROW
 from trencadis.core.memory.cache_plan import weights_bytes
 from trencadis.core.shapes.pipeline_partition import check_ranks
-from trencadis.core.shared_constants import SINK_ROW
 from trencadis.core.step import Encode
 
 DATA: dict[str, Any] = dict(tensor_parallel_size=2, mm_encoder_tp_mode="data")

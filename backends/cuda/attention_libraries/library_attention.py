@@ -32,7 +32,7 @@ from trencadis.backends.cuda.runtime_protocol import Runtime, Stream
 from trencadis.backends.cuda.shape_policy import align_up, plan_bytes, rows_of
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.device.backend import LayerKV
-from trencadis.core.shared_constants import ZERO_BLOCK
+from trencadis.core.kv_cache_format import ZERO_BLOCK
 
 Array = NDArray[Any]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trencadis.backends.cuda.kernels import attention_tensors, online_softmax, tile_sizes
 from trencadis.backends.cuda.kernels.attention_tensors import CudaSegments
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 WINDOW = WINDOW_SLOTS
 

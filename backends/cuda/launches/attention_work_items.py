@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trencadis.backends.cuda.launches.work_item_capacity import LEAST, ItemCapacity
-from trencadis.core.shared_constants import RESERVED_ROWS
+from trencadis.core.media_spans import RESERVED_ROWS
 
 Int32 = NDArray[np.int32]
 

@@ -49,8 +49,8 @@ from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device.backend import Inputs, TextTensors, VisionTensors
 from trencadis.core.launch_inputs import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 from trencadis.core.launches.host_inputs import token_adapters
-from trencadis.core.shared_constants import SINK_ROW, WINDOW_SLOTS
-from trencadis.core.vision_config import NO_SLOT, SlotForm
+from trencadis.core.media_spans import SINK_ROW
+from trencadis.core.vision_config import NO_SLOT, WINDOW_SLOTS, SlotForm
 
 Array = NDArray[Any]
 

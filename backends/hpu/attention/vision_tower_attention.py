@@ -16,7 +16,7 @@ from trencadis.backends.hpu.attention.attention_softmax import (
 )
 from trencadis.backends.hpu.habana_bridge import fused_attention
 from trencadis.core.device.backend import Segments
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 CUT_TILES = 64
 """Number of tiles between two graph cuts."""

@@ -36,9 +36,10 @@ from trencadis.backends.hpu.shape_policy import padded_start
 from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, verified_width
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device.backend import Inputs, Segments, TextTensors, VisionTensors
+from trencadis.core.kv_cache_format import SINK_BLOCK, ZERO_BLOCK
 from trencadis.core.launch_inputs import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 from trencadis.core.launches.host_inputs import token_adapters
-from trencadis.core.shared_constants import SINK_BLOCK, SINK_ROW, ZERO_BLOCK
+from trencadis.core.media_spans import SINK_ROW
 from trencadis.core.vision_config import NO_SLOT, SlotForm
 
 HEAD_TYPES = dict.fromkeys(("hidden_row", "slot", "target", "mask_row", "place", "ahead"), torch.int64) | {

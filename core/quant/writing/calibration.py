@@ -32,6 +32,7 @@ from trencadis.core.device.backend import (
     Weight,
 )
 from trencadis.core.device.launch_tensors import Rotary, first_rows
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.launch_inputs import StepInputs
 from trencadis.core.launches import persistent_tensors
 from trencadis.core.models.decoder import Decoder
@@ -42,7 +43,6 @@ from trencadis.core.models.recurrent_layers import make_recurrent_layer
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.request import Request
 from trencadis.core.scheduling.encoder_scheduler import rows_of_run
-from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.step import Encode
 
 BLOCK = 128

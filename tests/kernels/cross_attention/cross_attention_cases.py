@@ -23,7 +23,7 @@ from trencadis.backends.cuda.launches.input_buffers import InputBuffers
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.cross_attention_inputs import VARIANT, CrossAttentionInputs
 from trencadis.core.device.launch_tensors import CrossAttentionTensors
-from trencadis.core.shared_constants import RESERVED_ROWS
+from trencadis.core.media_spans import RESERVED_ROWS
 from trencadis.core.vision_config import SlotForm
 
 LAYERS, LAYER = 3, 1
