@@ -12,14 +12,12 @@ from trencadis.backends.cuda.kernels import (
     activation,
     gather_scatter,
     input_embeddings,
-    layer_norm,
     lora_shrink_expand,
+    norms,
     pixel_normalisation,
     quantised_linear,
     reset_sampler_state,
-    rms_norm,
     sample,
-    silu_mul,
     tile_sizes,
 )
 from trencadis.backends.cuda.kernels import fused_moe as expert_products
@@ -46,10 +44,10 @@ def small(arch: int) -> Iterator[Case]:
         x, gate_up = torch.empty(4, HIDDEN, dtype=dtype), torch.empty(4, 2 * INTERMEDIATE, dtype=dtype)
         pixels, factor = ints(64, FEATURES, dtype=torch.uint8), torch.empty(FEATURES)
         wide, one, many = torch.empty(64, FEATURES, dtype=dtype), ints(4), ints(4, dtype=torch.int64)
-        yield f"{label} norm", lambda x=x: rms_norm.launch(x, None, x[0], 1e-6, x, x)
-        yield f"{label} norm with residual", lambda x=x: rms_norm.launch(x, x, x[0], 1e-6, x, x)
-        yield f"{label} layer norm", lambda x=x: layer_norm.launch(x, None, x[0], x[0], 1e-5, x, x)
-        yield f"{label} layer norm with residual", lambda x=x: layer_norm.launch(x, x, x[0], x[0], 1e-5, x, x)
+        yield f"{label} norm", lambda x=x: norms.rms_norm(x, None, x[0], 1e-6, x, x)
+        yield f"{label} norm with residual", lambda x=x: norms.rms_norm(x, x, x[0], 1e-6, x, x)
+        yield f"{label} layer norm", lambda x=x: norms.layer_norm(x, None, x[0], x[0], 1e-5, x, x)
+        yield f"{label} layer norm with residual", lambda x=x: norms.layer_norm(x, x, x[0], x[0], 1e-5, x, x)
         for kind in activation.KINDS:
             yield f"{label} act {kind}", lambda x=x, kind=kind: activation.launch(x, kind, False, torch.empty_like(x))
             yield (
@@ -57,7 +55,7 @@ def small(arch: int) -> Iterator[Case]:
                 lambda g=gate_up, kind=kind: activation.launch(g, kind, True, g[:, :INTERMEDIATE].contiguous()),
             )
         yield from adapters(dtype)
-        yield f"{label} silu", lambda g=gate_up: silu_mul.launch(g, g[:, :INTERMEDIATE])
+        yield f"{label} silu", lambda g=gate_up: activation.silu_mul(g, g[:, :INTERMEDIATE])
         yield f"{label} embed", lambda x=x, i=one: input_embeddings.launch(i, i, i, i, x, x, x)
         yield f"{label} gather", lambda x=x, i=many: gather_scatter.gather(x, i, x)
         yield f"{label} scatter", lambda x=x, i=many: gather_scatter.scatter(x, i, x)

@@ -31,18 +31,16 @@ from trencadis.backends.cuda.kernels import (
     fused_moe,
     gather_scatter,
     input_embeddings,
-    layer_norm,
     lora_shrink_expand,
+    norms,
     paged_attention,
     pixel_normalisation,
     quantised_kv_attention,
     quantised_linear,
     recurrent_launch_rows,
     reset_sampler_state,
-    rms_norm,
     rotary_kernels,
     sample,
-    silu_mul,
     tile_sizes,
     vision_attention,
 )
@@ -178,7 +176,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
-        rms_norm.launch(x, residual, weight, eps, total, out)
+        norms.rms_norm(x, residual, weight, eps, total, out)
         return out, total
 
     def layer_norm(
@@ -186,12 +184,12 @@ class CudaOps(HostLayerOps, ReferenceOps):
     ) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
-        layer_norm.launch(x, residual, weight, bias, eps, total, out)
+        norms.layer_norm(x, residual, weight, bias, eps, total, out)
         return out, total
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        silu_mul.launch(gate_up, out)
+        activation.silu_mul(gate_up, out)
         return out
 
     def act(self, x: Tensor, kind: str) -> Tensor:

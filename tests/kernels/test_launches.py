@@ -15,12 +15,10 @@ from trencadis.backends.cuda.kernels import (
     activation,
     gather_scatter,
     input_embeddings,
-    layer_norm,
+    norms,
     pixel_normalisation,
     reset_sampler_state,
-    rms_norm,
     sample,
-    silu_mul,
 )
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.device.backend import ResetTensors
@@ -63,9 +61,9 @@ def small_launches(device: torch.device) -> list[Callable[[], object]]:
     index = torch.arange(3, device=device)
     pixels, wide = torch.zeros(64, 64, dtype=torch.uint8, device=device), torch.empty(64, 64, device=device)
     return [
-        lambda: rms_norm.launch(x, x, x[0], 1e-6, total, out),
-        lambda: layer_norm.launch(x, x, x[0], x[1], 1e-5, total, out),
-        lambda: silu_mul.launch(x, half),
+        lambda: norms.rms_norm(x, x, x[0], 1e-6, total, out),
+        lambda: norms.layer_norm(x, x, x[0], x[1], 1e-5, total, out),
+        lambda: activation.silu_mul(x, half),
         lambda: activation.launch(x, "gelu", False, out),
         lambda: activation.launch(x, "relu", True, half),
         lambda: input_embeddings.launch(ints, ints, ints, ints, x, x, out),
