@@ -23,6 +23,7 @@ from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, rese
 from trencadis.core.checkpoint.pooling_resolver import load_model_config
 from trencadis.core.device import backend as seam
 from trencadis.core.device.backend import Backend, BackendConfig
+from trencadis.core.device.communicators import RankAgreement
 from trencadis.core.device.packed_weights_file import packed_file
 from trencadis.core.device_shape_policy import Policy
 from trencadis.core.devices import choose
@@ -43,7 +44,6 @@ from trencadis.core.executor.rank_launcher import Launcher, LocalLauncher
 from trencadis.core.executor.rendezvous import serve_store
 from trencadis.core.executor.uniproc_executor import UniprocExecutor
 from trencadis.core.graphs.graph_manager import LaunchTimer
-from trencadis.core.graphs.graph_rank_agreement import RankAgreement
 from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.host_memory import free_host, gib
 from trencadis.core.kv.block_pool import EvictionLog

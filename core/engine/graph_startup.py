@@ -24,6 +24,7 @@ from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device.backend import Backend
+from trencadis.core.device.communicators import RankAgreement
 from trencadis.core.engine.kv_offload_setup import OffloadLaunches, planned_copies, with_host_blocks
 from trencadis.core.engine.pipeline_startup_plan import planned_stage
 from trencadis.core.engine.startup_plan import DryRun, PlannedDevice, StartupPlan
@@ -31,7 +32,6 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError, format_error, is_out_of_memory
 from trencadis.core.graphs.graph_capture import CaptureJournal, GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
-from trencadis.core.graphs.graph_rank_agreement import RankAgreement
 from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.graphs.live_plan_change import PlanChange, PlanChanges
 from trencadis.core.graphs.warmup import Warmup

@@ -9,9 +9,9 @@ from typing import NamedTuple, cast
 import torch
 
 from trencadis.core.device.backend import Backend, LayerKV
+from trencadis.core.device.communicators import RankAgreement
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.graphs.graph_rank_agreement import RankAgreement
 from trencadis.core.host_memory import free_host
 from trencadis.core.kv.block_pool import BlockPool, HostBlockPool
 from trencadis.core.kv.recurrent_state_pool import StatePool

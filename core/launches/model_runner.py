@@ -12,8 +12,8 @@ import numpy as np
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import DRAFT, WIDE_ROWS, Bucket, Stage, ahead_variant
 from trencadis.core.device.backend import Backend, Inputs, Pending, Pipe, VisionTensors
+from trencadis.core.device.communicators import RankAgreement
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
-from trencadis.core.graphs.graph_rank_agreement import RankAgreement
 from trencadis.core.graphs.live_plan_change import PlanChanges
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launch_inputs import HeadInputs, StepInputs
