@@ -21,7 +21,7 @@ from trencadis.core.executor.engine_connection import connect_to_engine
 from trencadis.core.executor.engine_launcher import EngineHandle, spawn_engine
 from trencadis.core.executor.rank_info import RankFingerprint, compute_rank_fingerprint, describe_differences
 from trencadis.core.executor.ray_cluster import ClusterNode
-from trencadis.core.links.socket_relay import Relay
+from trencadis.core.links.authenticated_link import Relay
 from trencadis.core.process import engine_messages
 
 
