@@ -23,11 +23,10 @@ from trencadis.core.buckets import Bucket
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
-from trencadis.core.executor.executor_interface import Rank, RankHandle
+from trencadis.core.executor.executor_interface import Rank, RankHandle, SerialThread
 from trencadis.core.executor.rank_info import RankInfo, compute_rank_fingerprint, describe_differences
 from trencadis.core.executor.rank_launcher import PATIENCE, Launcher, LocalLauncher, RemoteRankState, name_ranks
 from trencadis.core.executor.rendezvous import leave_group
-from trencadis.core.executor.serial_thread import SerialThread
 from trencadis.core.executor.uniproc_executor import SubmittedWork
 from trencadis.core.launches.stage_transfer import StageOutputs
 from trencadis.core.links.authenticated_link import HeartbeatThread

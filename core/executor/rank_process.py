@@ -25,9 +25,8 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
 from trencadis.core.executor.engine_connection import connect_to_engine
-from trencadis.core.executor.executor_interface import Rank, RankHandle
+from trencadis.core.executor.executor_interface import Rank, RankHandle, SerialThread
 from trencadis.core.executor.rank_info import RankInfo, compute_rank_fingerprint, folder_of
-from trencadis.core.executor.serial_thread import SerialThread
 from trencadis.core.links.authenticated_link import HeartbeatThread
 from trencadis.core.links.message_link import Link, LinkClosed, PlainLink
 from trencadis.core.process import child_process, function_trace, log_setup, torch_detection
