@@ -29,7 +29,7 @@ from trencadis.core.engine.bucket_search_process import (
     solve_in_child,
 )
 from trencadis.core.errors import StartupError
-from trencadis.core.shape_learning_report import (
+from trencadis.core.graph_plan_report import (
     FAILURE,
     PROPOSED,
     PUBLISHED,

@@ -30,12 +30,12 @@ from trencadis.core.engine.bucket_search_process import FoundBuckets
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.engine_config import EngineConfig
+from trencadis.core.graph_plan_report import FAILURE, PUBLISHED
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.graphs.live_plan_change import PlanChange
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.memory.graph_selection import GraphPrice
-from trencadis.core.shape_learning_report import FAILURE, PUBLISHED
 from trencadis.core.shapes.bucket_profile import read_profile
 from trencadis.core.shapes.cost_model import LaunchTime, LaunchTimes, MeasuredCosts, residuals_of
 from trencadis.core.shapes.learned_plan import KEPT_STAGES, learn_plan

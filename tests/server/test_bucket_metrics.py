@@ -11,9 +11,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
 from trencadis.core.errors import Conflict, NotFound
-from trencadis.core.graph_plan_report import MEANINGS, POOL_FULL, SKIP, UNPLANNED
+from trencadis.core.graph_plan_report import (
+    MEANINGS,
+    POOL_FULL,
+    SKIP,
+    UNPLANNED,
+    LearnedChange,
+    LearningReport,
+    NeedReport,
+)
 from trencadis.core.process.engine_messages import BucketState, BucketUse, EngineStats, GraphPlan, LearnBuckets
-from trencadis.core.shape_learning_report import LearnedChange, LearningReport, NeedReport
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.metrics.bucket_metrics import (
     RETIRED,
