@@ -97,7 +97,8 @@ _FORMER_MODULES = {
     "core.models.decoder": "core.models.passing core.models.stage_entry",
     "core.models.gated_delta": "core.models.interleaved_projections",
     "core.models.image_cross_attention": """
-        core.layers.cross_attention core.layers.crossing core.models.cross_attention core.models.crossing""",
+        core.layers.cross_attention core.layers.crossing core.models.cross_attention core.models.cross_attention_decoder
+        core.models.crossing""",
     "core.models.interface": "core.layers.model_interface",
     "core.models.kv_cache_codes": "core.layers.kv_cache_codes core.quant.kv_cache_codes core.quant.kv_codes",
     "core.models.linear_and_embedding": """

@@ -36,8 +36,8 @@ from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.cross_attention_inputs import VARIANT, CrossAttentionInputs
 from trencadis.core.device.backend import Backend, ExpertBiases, LayerKV, Ops, TextTensors
 from trencadis.core.media_spans import RESERVED_ROWS
-from trencadis.core.models.cross_attention_decoder import arena_row_numbers
 from trencadis.core.models.decoder import DecoderLayer
+from trencadis.core.models.image_cross_attention import arena_row_numbers
 from trencadis.core.models.interface import CrossAttentionOps
 from trencadis.core.models.mlp_and_norms import GatedMLP, RMSNorm
 from trencadis.core.quant import online_quant

@@ -17,7 +17,7 @@ from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, Segments, VisionTensors
 from trencadis.core.launch_inputs import VisionInputs
 from trencadis.core.media_spans import SINK_ROW
-from trencadis.core.models.cross_attention_decoder import CrossAttentionDecoder
+from trencadis.core.models.image_cross_attention import CrossAttentionDecoder
 from trencadis.core.models.linear_and_embedding import Linear, RowParallelLinear
 from trencadis.core.models.mlp_and_norms import Norm, norm_of
 from trencadis.core.step import Encode, Int32

@@ -24,7 +24,7 @@ from trencadis.backends.cuda.launches.work_item_capacity import cross_attention_
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.cross_attention_inputs import VARIANT
 from trencadis.core.device_shape_policy import InputSizes
-from trencadis.core.models.cross_attention_decoder import arena_row_numbers
+from trencadis.core.models.image_cross_attention import arena_row_numbers
 from trencadis.core.vision_config import SlotForm
 
 LENGTH = 6404
