@@ -6,7 +6,7 @@ bytes: one workspace per stage.
 
 from __future__ import annotations
 
-from trencadis.backends.cuda.launches.input_buffer_bytes import cross_attention_bytes, input_bytes
+from trencadis.backends.cuda.launches.bucket_capacity import cross_attention_bytes, input_bytes
 from trencadis.core.buckets import MIXED_AXES, Bucket, Stage, padded_tokens
 from trencadis.core.device_shape_policy import AxisRule, DecodedPieces, Density, GraphMemory, InputSizes, Policy
 from trencadis.core.errors import StartupError

@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 from trencadis.backends.cuda.kernels import attention_tensors
-from trencadis.backends.cuda.launches.input_buffer_bytes import PROCESSORS
-from trencadis.backends.cuda.launches.work_item_capacity import block_tokens, item_capacity
+from trencadis.backends.cuda.launches.bucket_capacity import PROCESSORS, block_tokens, item_capacity
 from trencadis.backends.cuda.visible_devices import card_nodes
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig

@@ -18,9 +18,13 @@ from trencadis.backends.cuda.launches.attention_work_items import (
     LaunchPlans,
     plan_cross_items,
 )
-from trencadis.backends.cuda.launches.input_buffer_bytes import cross_attention_bytes, input_bytes
+from trencadis.backends.cuda.launches.bucket_capacity import (
+    cross_attention_block_tokens,
+    cross_attention_bytes,
+    cross_attention_capacity,
+    input_bytes,
+)
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
-from trencadis.backends.cuda.launches.work_item_capacity import cross_attention_block_tokens, cross_attention_capacity
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.cross_attention_inputs import VARIANT
 from trencadis.core.device_shape_policy import InputSizes

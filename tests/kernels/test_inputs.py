@@ -15,8 +15,8 @@ from trencadis.backends.cpu import make_backend
 from trencadis.backends.cuda import runtime_of
 from trencadis.backends.cuda.kernels import attention_tensors, tile_sizes, vision_attention
 from trencadis.backends.cuda.launches.attention_work_items import END, STEP
+from trencadis.backends.cuda.launches.bucket_capacity import input_bytes
 from trencadis.backends.cuda.launches.cuda_inputs import Sizes
-from trencadis.backends.cuda.launches.input_buffer_bytes import input_bytes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffer, buffer_bytes
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig

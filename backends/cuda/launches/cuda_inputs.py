@@ -37,7 +37,7 @@ from trencadis.backends.cuda.kernels.attention_tensors import (
     SingleCrossAttention,
 )
 from trencadis.backends.cuda.launches.attention_work_items import LaunchPlans, first_rows_of
-from trencadis.backends.cuda.launches.work_item_capacity import (
+from trencadis.backends.cuda.launches.bucket_capacity import (
     ItemCapacity,
     block_tokens,
     cross_attention_block_tokens,

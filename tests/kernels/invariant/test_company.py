@@ -10,7 +10,7 @@ import torch
 
 from tests.oracles.attention_cases import Case, Prepared, moved, prepared
 from trencadis.backends.cuda.kernels import paged_attention, query_blocks_and_key_cuts
-from trencadis.backends.cuda.launches import attention_work_items, work_item_capacity
+from trencadis.backends.cuda.launches import attention_work_items, bucket_capacity
 
 BASE = Case((), group=2, kv_heads=1, d=16, invariant=True)
 MANY, FEW = 132, 0
@@ -20,9 +20,9 @@ MANY, FEW = 132, 0
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans of 128 keys, so that small prompts have several."""
-    for module in (query_blocks_and_key_cuts, work_item_capacity, paged_attention):
+    for module in (query_blocks_and_key_cuts, bucket_capacity, paged_attention):
         monkeypatch.setattr(module, "SPAN", 128)
-    for module in (work_item_capacity, attention_work_items):
+    for module in (bucket_capacity, attention_work_items):
         monkeypatch.setattr(module, "LEAST", 128)
 
 

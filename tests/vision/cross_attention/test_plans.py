@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.meta_start import GIB, config_of, on_paper
 from tests.vision import test_plans
-from trencadis.backends.cuda.launches.input_buffer_bytes import cross_attention_bytes
+from trencadis.backends.cuda.launches.bucket_capacity import cross_attention_bytes
 from trencadis.backends.cuda.shape_policy import policy
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
