@@ -19,7 +19,7 @@ from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.prompts.text_service import TextService
 from trencadis.server.protocol.pooling_params import PoolingParams
-from trencadis.server.tools.reasoning_format_registry import find_reasoning_format
+from trencadis.server.tools.parser_registry import find_reasoning_format
 
 
 class _MediaFields(TypedDict):

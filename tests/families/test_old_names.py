@@ -16,7 +16,7 @@ from trencadis.core import devices
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.errors import StartupError
 from trencadis.core.old_names import MEMBERS, MODULES, MOVED, NAMES, find_successors
-from trencadis.server.tools import reasoning_format_registry, tool_parser_registry
+from trencadis.server.tools import parser_registry
 
 PLUGIN = "plugin_of_before"
 Write = Callable[[str], str]
@@ -121,14 +121,14 @@ def test_each_kind_of_plug_in_is_told(write: Write, monkeypatch: pytest.MonkeyPa
     def offered(group: str) -> list[EntryPoint]:
         return [EntryPoint("other", f"{where}X", group)]
 
-    for module in (devices, reasoning_format_registry, tool_parser_registry, model_registry):
+    for module in (devices, parser_registry, model_registry):
         monkeypatch.setattr(module, "entry_points", offered)
     model_registry.installed_families.cache_clear()
     model_registry.family_of.cache_clear()
     asked = (
         lambda: devices.policy_of("other"),
-        lambda: reasoning_format_registry.find_reasoning_format("other", None),
-        lambda: tool_parser_registry.find_tool_parser("other", None),
+        lambda: parser_registry.find_reasoning_format("other", None),
+        lambda: parser_registry.find_tool_parser("other", None),
         lambda: model_registry.family_of("other"),
     )
     try:
@@ -145,9 +145,9 @@ def test_each_kind_of_plug_in_is_told(write: Write, monkeypatch: pytest.MonkeyPa
 def test_a_parser_with_methods_of_before_is_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     source = "from trencadis.server.tools.tool_parser import ToolParser\n"
     where = write(source + "class Old(ToolParser):\n    def grammar(self): ...\n    def call(self): ...\n")
-    point = EntryPoint("old", f"{where}Old", tool_parser_registry.TOOL_GROUP)
-    monkeypatch.setattr(tool_parser_registry, "entry_points", lambda group: [point])
+    point = EntryPoint("old", f"{where}Old", parser_registry.TOOL_GROUP)
+    monkeypatch.setattr(parser_registry, "entry_points", lambda group: [point])
     with pytest.raises(StartupError) as refused:
-        tool_parser_registry.find_tool_parser("old", None)
+        parser_registry.find_tool_parser("old", None)
     line = one_line(refused)
     assert "Old.grammar is called parse now" in line and "Old.call is called call_rule now" in line
