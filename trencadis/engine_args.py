@@ -19,9 +19,8 @@ from trencadis.server.config import resolve_settings
 from trencadis.server.config.flags import LISTS, Flag, get_flag_table
 from trencadis.server.config.vllm_flag_row import convert_flags
 from trencadis.server.config.vllm_flag_table import ROWS
-from trencadis.server.prompts.media_frontends import MediaRules
+from trencadis.server.prompts.media_frontends import MediaRules, make_text_service
 from trencadis.server.prompts.text_service import TextService
-from trencadis.server.prompts.text_service_builder import make_text_service
 from trencadis.server.text.chat_template import read_override
 
 log = logging.getLogger("trencadis.llm")

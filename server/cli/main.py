@@ -43,7 +43,7 @@ MODULES = {
     "check-backend": "trencadis.server.cli.check_backend",
     "check-model": "trencadis.server.cli.check_backend:check_model_main",
     "check-accuracy": "trencadis.server.cli.check_accuracy",
-    "key": "trencadis.server.tenants.new_key",
+    "key": "trencadis.server.tenants.tenant_registry:print_new_key",
     "models": "trencadis.server.cli.list_models",
     "collect-env": "trencadis.server.cli.collect_env",
 }

@@ -22,7 +22,7 @@ from trencadis.core.request import SamplingParams
 from trencadis.server.cli.flag_parser import CommandOptions, parse_options, print_help_if_asked
 from trencadis.server.config import model_download
 from trencadis.server.processes import signals_and_logging
-from trencadis.server.prompts import media_frontends, text_service_builder
+from trencadis.server.prompts import media_frontends
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.prompts.text_service import TextService
 
@@ -163,7 +163,7 @@ async def _make_prompts(
 ) -> list[tuple[int, Prompt]]:
     """Converts each line to ids, with its media prepared; ``folder``: base of their paths."""
     config = EngineConfig(model=str(model))
-    service = text_service_builder.make_text_service(config, media_frontends.MediaRules(any_path=True))
+    service = media_frontends.make_text_service(config, media_frontends.MediaRules(any_path=True))
     service.min_output_tokens = 0
     try:
         return [(i, await _make_prompt(service, i, line, folder, longest)) for i, line in enumerate(lines, 1)]
