@@ -122,7 +122,6 @@ _FORMER_MODULES = {
     "core.token_masks": "core.masks",
     "core.vision_config": "core.checkpoint.vision_config",
     "core.weight_files": "core.models.weight_files",
-    "multimodal.async_gather": "multimodal.gather",
     "multimodal.convert_to_rgb": "multimodal.rgb_images",
     "multimodal.decode_workers": "multimodal.workers",
     "multimodal.decode_workers.worker_main": """
@@ -144,7 +143,7 @@ _FORMER_MODULES = {
     "multimodal.llava.family": "multimodal.llava.clip multimodal.llava.clip_config multimodal.llava.config",
     "multimodal.llava_next.family": "multimodal.llava_next.config",
     "multimodal.media_options": "multimodal.images.limits multimodal.images.mm_processor_kwargs multimodal.options",
-    "multimodal.media_timing": "multimodal.stages",
+    "multimodal.media_tasks": "multimodal.async_gather multimodal.gather multimodal.media_timing multimodal.stages",
     "multimodal.media_uuids": "multimodal.uuids",
     "multimodal.mllama": "multimodal.mllama_tower multimodal.stacks",
     "multimodal.mllama.config": "multimodal.mllama_tower.config multimodal.stacks.config",
@@ -179,7 +178,8 @@ _FORMER_MODULES = {
         multimodal.sources.addresses multimodal.sources.fetch multimodal.sources.url_rules""",
     "multimodal.sources.media_loader": "multimodal.sources.loader",
     "multimodal.videos.frame_sampling": """
-        multimodal.videos.clips multimodal.videos.hf_frame_sampling multimodal.videos.sampling""",
+        multimodal.videos.clips multimodal.videos.frame_limits multimodal.videos.hf_frame_sampling
+        multimodal.videos.sampling""",
     "multimodal.videos.video_file": "multimodal.videos.animation multimodal.videos.file",
     "multimodal.videos.video_frontend": "multimodal.videos.frontend",
     "multimodal.videos.video_job": "multimodal.videos.jobs",
@@ -193,12 +193,13 @@ _FORMER_MODULES = {
     "multimodal.vit.vit_config": "multimodal.vit multimodal.vit.base_config",
     "server.text.incremental_parser": "server.text.incremental",
     "server.tools.json_tool_parsers": "server.tools.hermes server.tools.llama3 server.tools.mistral",
+    "server.tools.parser_registry": """
+        server.tools.forms server.tools.reasoning_format_registry server.tools.reasoning_parser_registry
+        server.tools.tool_parser_registry""",
     "server.tools.pythonic_tool_parser": "server.tools.pythonic",
     "server.tools.qwen3_tool_parser": "server.tools.qwen3 server.tools.qwen3_values",
-    "server.tools.reasoning_format_registry": "server.tools.reasoning_parser_registry",
     "server.tools.reasoning_parser": "server.reasoning.forms server.reasoning.parser",
     "server.tools.tool_parser": "server.tools.parser",
-    "server.tools.tool_parser_registry": "server.tools.forms server.tools.parser_registry",
 }
 """Current modules, without ``trencadis.`` -> their former names."""
 

@@ -12,8 +12,8 @@ from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.request import AdapterRef
 from trencadis.engine_args import read_template
-from trencadis.llm_engine import LLMEngine
-from trencadis.multimodal.async_gather import gather_or_cancel
+from trencadis.llm_engine import LLMEngine, PromptProgressBar, UseTqdm
+from trencadis.multimodal.media_tasks import gather_or_cancel
 from trencadis.offline_adapters import LoRARequests
 from trencadis.outputs import (
     ClassificationOutput,
@@ -27,7 +27,6 @@ from trencadis.outputs import (
     ScoringRequestOutput,
 )
 from trencadis.prompt_inputs import PromptType, as_list, read_prompt
-from trencadis.prompt_progress_bar import PromptProgressBar, UseTqdm
 from trencadis.server.prompts.pooling_prompts import (
     Pair,
     check_scores,

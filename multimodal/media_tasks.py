@@ -1,19 +1,22 @@
-"""Measures how long a request's media take before the engine receives them. Torch-free.
+"""Runs the work on a request concurrently, and measures how long its media take before the engine receives them.
 
 A context variable carries the record through the request's tasks, so no function passes it on. Stages of several images
-overlap: seconds are sums over images.
+overlap: seconds are sums over images. Torch-free.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 STAGES = ("fetch", "decode", "resize")
+T = TypeVar("T")
 _ZEROS: dict[str, float] = dict.fromkeys(STAGES, 0.0)
 
 
@@ -80,3 +83,16 @@ def record_prepared(total: float, resize: object) -> None:
     times = _current.get()
     if times is not None:
         times.num_prepared += 1
+
+
+async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
+    """Returns the results in order; the first error, or the caller's cancellation, cancels the others.
+
+    A bare ``gather`` would let them continue: downloads and decoding for a request that has already been answered.
+    """
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
