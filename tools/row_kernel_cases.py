@@ -14,9 +14,7 @@ from trencadis.backends.cuda.kernels import (
     input_embeddings,
     lora_shrink_expand,
     norms,
-    pixel_normalisation,
     quantised_linear,
-    reset_sampler_state,
     sample,
     tile_sizes,
 )
@@ -56,10 +54,10 @@ def small(arch: int) -> Iterator[Case]:
             )
         yield from adapters(dtype)
         yield f"{label} silu", lambda g=gate_up: activation.silu_mul(g, g[:, :INTERMEDIATE])
-        yield f"{label} embed", lambda x=x, i=one: input_embeddings.launch(i, i, i, i, x, x, x)
+        yield f"{label} embed", lambda x=x, i=one: input_embeddings.embed_tokens(i, i, i, i, x, x, x)
         yield f"{label} gather", lambda x=x, i=many: gather_scatter.gather(x, i, x)
         yield f"{label} scatter", lambda x=x, i=many: gather_scatter.scatter(x, i, x)
-        yield f"{label} patches", lambda p=pixels, f=factor, w=wide: pixel_normalisation.launch(p, f, f, w)
+        yield f"{label} patches", lambda p=pixels, f=factor, w=wide: input_embeddings.normalise_pixels(p, f, f, w)
 
 
 def adapters(dtype: torch.dtype) -> Iterator[Case]:
@@ -103,7 +101,7 @@ def sampling(arch: int) -> Iterator[Case]:
         yield f"{label} head, {VOCAB} ids", full
         yield f"{label} head that draws, {VOCAB} ids", drawn
         yield f"{label} greedy head, {VOCAB} ids", greedy
-    yield f"reset, {VOCAB} ids", lambda: reset_sampler_state.launch(ResetTensors(many, *state[1:]), state)
+    yield f"reset, {VOCAB} ids", lambda: sample.reset_slots(ResetTensors(many, *state[1:]), state)
 
 
 SCHEMES = {

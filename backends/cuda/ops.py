@@ -34,11 +34,9 @@ from trencadis.backends.cuda.kernels import (
     lora_shrink_expand,
     norms,
     paged_attention,
-    pixel_normalisation,
     quantised_kv_attention,
     quantised_linear,
     recurrent_launch_rows,
-    reset_sampler_state,
     rotary_kernels,
     sample,
     tile_sizes,
@@ -289,7 +287,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty(pixels.shape[0], scale.numel(), dtype=dtype, device=pixels.device)
-        pixel_normalisation.launch(pixels, scale, shift, out)
+        input_embeddings.normalise_pixels(pixels, scale, shift, out)
         return out
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -329,7 +327,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
         self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor
     ) -> Tensor:
         out = table.new_empty(tokens.shape[0], table.shape[1])
-        input_embeddings.launch(tokens, from_slot, last, image_row, arena, table, out)
+        input_embeddings.embed_tokens(tokens, from_slot, last, image_row, arena, table, out)
         return out
 
     def gather_rows(self, source: Tensor, index: Tensor) -> Tensor:
@@ -363,7 +361,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
         return out
 
     def reset(self, inputs: ResetTensors, state: SamplerState) -> None:
-        reset_sampler_state.launch(inputs, state)
+        sample.reset_slots(inputs, state)
 
 
 class InvariantCudaOps(ProbedOps, CudaOps):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.kernels.case import Case
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.backends.cuda.kernels import activation, gather_scatter, input_embeddings, norms, pixel_normalisation
+from trencadis.backends.cuda.kernels import activation, gather_scatter, input_embeddings, norms
 from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 
 HIDDEN, INTERMEDIATE, FEATURES = 3584, 18944, PATCH_VALUES
@@ -76,7 +76,7 @@ def patches_case(slots: int, device: torch.device) -> Case:
     out, ops = torch.empty(slots, FEATURES, dtype=DTYPE, device=device), ReferenceOps()
 
     def run() -> Tensor:
-        pixel_normalisation.launch(pixels, scale, shift, out)
+        input_embeddings.normalise_pixels(pixels, scale, shift, out)
         return out
 
     def eager() -> Tensor:
@@ -96,7 +96,7 @@ def embed_case(n: int, device: torch.device) -> Case:
     out, ops = torch.empty(n, HIDDEN, dtype=DTYPE, device=device), ReferenceOps()
 
     def run() -> Tensor:
-        input_embeddings.launch(tokens, none, last, image, arena, table, out)
+        input_embeddings.embed_tokens(tokens, none, last, image, arena, table, out)
         return out
 
     def eager() -> Tensor:

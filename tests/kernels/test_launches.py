@@ -16,8 +16,6 @@ from trencadis.backends.cuda.kernels import (
     gather_scatter,
     input_embeddings,
     norms,
-    pixel_normalisation,
-    reset_sampler_state,
     sample,
 )
 from trencadis.backends.cuda.ops import CudaOps
@@ -50,7 +48,7 @@ def head_launches(device: torch.device) -> list[Callable[[], object]]:
     return [
         lambda: sample.draw_with_logprobs(raw, x, state, room, full),
         lambda: sample.pick_greedy(raw, x, state, parts, greedy),
-        lambda: reset_sampler_state.launch(reset_of, state),
+        lambda: sample.reset_slots(reset_of, state),
     ]
 
 
@@ -66,10 +64,10 @@ def small_launches(device: torch.device) -> list[Callable[[], object]]:
         lambda: activation.silu_mul(x, half),
         lambda: activation.launch(x, "gelu", False, out),
         lambda: activation.launch(x, "relu", True, half),
-        lambda: input_embeddings.launch(ints, ints, ints, ints, x, x, out),
+        lambda: input_embeddings.embed_tokens(ints, ints, ints, ints, x, x, out),
         lambda: gather_scatter.gather(x, index, out),
         lambda: gather_scatter.scatter(out, index, x),
-        lambda: pixel_normalisation.launch(pixels, x[0], x[1], wide),
+        lambda: input_embeddings.normalise_pixels(pixels, x[0], x[1], wide),
     ]
 
 
