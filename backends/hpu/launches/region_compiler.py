@@ -204,16 +204,22 @@ def kind_of(value: Any) -> Hashable:
     """
     found: list[Hashable] = [type(value).__qualname__]
     for name in [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]:
-        item = getattr(value, name)
-        if name in ("ops", "comm", "kv", "state"):
-            continue
-        if isinstance(item, Tensor | int | float | str | bool | tuple) or item is None:
-            found.append((name, shapes(item)))
-        elif hasattr(item, "__func__"):
-            found.append((name, item.__func__.__qualname__))
-        elif hasattr(item, "__dict__") or hasattr(type(item), "__slots__"):
-            found.append((name, kind_of(item)))
+        if name not in ("ops", "comm", "kv", "state"):
+            found.append((name, _attribute_key(getattr(value, name))))
     return tuple(found)
+
+
+def _attribute_key(item: Any) -> Hashable:
+    """Returns the key of an attribute; parts in tuples and lists by their kinds, as parts of equal layers differ."""
+    if isinstance(item, tuple | list):
+        return (type(item), *map(_attribute_key, item))
+    if isinstance(item, Tensor | int | float | str | bool) or item is None:
+        return shapes(item)
+    if hasattr(item, "__func__"):
+        return str(item.__func__.__qualname__)
+    if hasattr(item, "__dict__") or hasattr(type(item), "__slots__"):
+        return kind_of(item)
+    return None
 
 
 SIZES = (1, 2, 4)
