@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -95,21 +95,43 @@ class GraphMemory:
         return layers // self.cut_layers if self.cut_layers else 0
 
 
+class PlannedLayer(NamedTuple):
+    """What a decoder layer of a plan has in common with others.
+
+    Args:
+        kind: equal for layers of equal parts and sizes.
+        inputs: equal for layers that take the same rotary factors and attention inputs.
+        recurrent: True if it keeps a state of fixed size for each sequence.
+    """
+
+    kind: Hashable = None
+    inputs: Hashable = None
+    recurrent: bool = False
+
+
 class PlannedModel(NamedTuple):
     """The launches of one model of a plan: the target, or what drafts.
 
     Args:
         cell: slots of a row of an image.
-        layers: of the decoder.
-        kinds: of its layers, such as those with a window and those without.
+        layers: of the decoder, in order.
         taps: layers whose hidden states its text launches keep for a head.
+        windows: the distinct windows of all layers, as ``TextConfig.windows``.
+        upto: True if a token may attend to later positions.
+        joins: True if neighbours may run as one: nothing is added between layers.
+        adds_rows: True if parts of an image are added to the residual stream after some layers.
+        causal_layers: True if some layers do without ``upto``.
     """
 
     buckets: Sequence[Bucket]
     cell: int
-    layers: int
-    kinds: int = 1
+    layers: Sequence[PlannedLayer]
     taps: tuple[int, ...] = ()
+    windows: tuple[int, ...] = (0,)
+    upto: bool = False
+    joins: bool = True
+    adds_rows: bool = False
+    causal_layers: bool = False
 
 
 class DecodedPieces(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
@@ -284,6 +285,7 @@ class Compiler:
         self.device = device
         self._twins = HostTwins()
         self._records = RegionRecords()
+        self._numbers = itertools.count()
         self._backend = aot_autograd(
             fw_compiler=self._lower,
             inference_compiler=self._lower,
@@ -294,7 +296,8 @@ class Compiler:
     def compile(self, function: Callable[..., Any], fullgraph: bool = True) -> Callable[..., Any]:
         """Returns ``function`` of device tensors, compiled for each set of shapes that it is called with."""
         if not self.device.computes:
-            return lambda *args: self._run_without_values(function, args)
+            number = next(self._numbers)  # not its id, which another function may have once this one is gone
+            return lambda *args: self._run_without_values(number, function, args)
         compiled = torch.compile(function, backend=self._backend, fullgraph=fullgraph, dynamic=False)
 
         def run(*args: Any) -> Any:
@@ -315,15 +318,15 @@ class Compiler:
         finally:
             self._twins = before
 
-    def _run_without_values(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def _run_without_values(self, number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Runs a region without values, as one recipe; one that has run on arguments of these shapes is not run again:
         its recorded figures are added.
         """
         if self.device.scope is None:
             with self.device.launch():
-                return self._run_without_values(function, args)
+                return self._run_without_values(number, function, args)
         scope = self.device.scope
-        self.device.clock.run_flavour((id(function), tuple(t.storage_offset() for t in _tensors(args))))
+        self.device.clock.run_flavour((number, tuple(t.storage_offset() for t in _tensors(args))))
         scope.cut()
         scope.region = True
         out = self._records.run(scope, function, self.device.layer, args)

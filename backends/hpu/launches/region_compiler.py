@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trencadis.backends.hpu.habana_bridge import Bridge, is_compiler_failure, join_lines
 from trencadis.backends.hpu.hpu_settings import FULLGRAPH, HpuSettings
+from trencadis.backends.hpu.shape_policy import split_neighbours
 from trencadis.core.errors import StartupError
 
 log = logging.getLogger("trencadis.engine")
@@ -247,14 +248,5 @@ class LayerGroup:
 
 def group_layers(layers: Sequence[Any], size: int) -> list[Any]:
     """Returns ``layers`` in groups of ``size`` neighbours that take the same inputs; those left over are alone."""
-    groups: list[Any] = []
-    start = 0
-    while start < len(layers):
-        some = layers[start : start + size]
-        if len(some) == size > 1 and len({(layer.local, layer.causal) for layer in some}) == 1:
-            groups.append(LayerGroup(some))
-            start += size
-        else:
-            groups.append(layers[start])
-            start += 1
-    return groups
+    parts = split_neighbours([(layer.local, layer.causal) for layer in layers], size)
+    return [layers[some[0]] if len(some) == 1 else LayerGroup([layers[i] for i in some]) for some in parts]

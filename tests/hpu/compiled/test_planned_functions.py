@@ -22,6 +22,7 @@ from trencadis.backends.hpu.shape_policy import CompiledParts, count_compiled, p
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import BackendConfig
+from trencadis.core.device_shape_policy import PlannedModel
 from trencadis.core.engine.startup_checks import planned_models
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.launches.model_runner import ModelRunner
@@ -68,6 +69,7 @@ class Compiled(NamedTuple):
     backend: HpuBackend
     card: EmulatedDevice
     buckets: tuple[Bucket, ...]
+    model: PlannedModel
     planned: CompiledParts
 
     @property
@@ -104,8 +106,8 @@ def start(folder: Path, family: str, **variables: str) -> Compiled:
     runner = ModelRunner(backend, model, plan)
     for bucket in plan.buckets:
         runner.graphs.make(bucket).compile()
-    (planned,) = map(count_compiled, planned_models(model_config, plan, None))
-    return Compiled(backend, card, tuple(plan.buckets), planned)
+    (planned,) = planned_models(model_config, plan, None)
+    return Compiled(backend, card, tuple(plan.buckets), planned, count_compiled(planned, settings(variables)))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3-moe"])
@@ -115,6 +117,23 @@ def test_layers_of_a_kind_share_a_function(family: str, tmp_path: Path) -> None:
     stages, kinds = Counter(bucket.stage for bucket in made.buckets), made.count_kinds()
     assert kinds["DecoderLayer"] == stages[Stage.FRESH] + stages[Stage.CONTEXT]
     assert kinds["LayerGroup"] == stages[Stage.DECODE]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("group", ["1", "2", "4"])
+def test_the_plan_names_what_a_start_compiles(family: str, group: str, tmp_path: Path) -> None:
+    """Functions and executables of layers with and without windows, with experts, with a state, in groups or alone."""
+    made = start(tmp_path, family, TRENCADIS_HPU_DECODE_LAYERS=group)
+    assert made.planned == made.counted
+    environ = {"PT_HPU_LAZY_MODE": "0", "TRENCADIS_HPU_DECODE_LAYERS": group}
+    described = policy("", environ, lazy=False).compiled
+    assert described is not None and f"some {made.counted.functions} functions" in described([made.model])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_launch_compiled_as_a_whole_is_one_function(family: str, tmp_path: Path) -> None:
+    made = start(tmp_path, family, VLLM_T_COMPILE_REGIONAL_COMPILATION="0")
+    assert made.planned == (len(made.buckets), made.card.clock.flavours) and made.planned.functions > 10
 
 
 class Normed:
