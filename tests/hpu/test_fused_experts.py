@@ -172,6 +172,7 @@ print(type(packed).__name__, type(ops.pack_quantised_experts(up, down)).__name__
 @pytest.mark.parametrize(
     ("stub", "form"), [("", "ListedExperts ListedFp8Experts"), ("wrong", "JoinedExperts NoneType")]
 )
-def test_the_real_branch_checks_the_stubs_operation(stub: str, form: str, over_stub: Run) -> None:
-    done = over_stub(CHECK, "GAUDI2", HABANA_STUB_EXPERTS=stub)
+@pytest.mark.parametrize("lazy", ["1", "0"])
+def test_the_real_branch_checks_the_stubs_operation(stub: str, form: str, lazy: str, over_stub: Run) -> None:
+    done = over_stub(CHECK, "GAUDI2", HABANA_STUB_EXPERTS=stub, PT_HPU_LAZY_MODE=lazy)
     assert done.returncode == 0 and done.stdout.strip() == form, done.stderr

@@ -164,6 +164,25 @@ SCHEMAS = {
 if os.environ.get("HABANA_STUB_CARD") == "GAUDI3":
     SCHEMAS["block_softmax_adjustment(Tensor block_max, Tensor block_sums, Tensor block_groups, int batch_size, "
             "int[] out_shape) -> Tensor"] = block_softmax_adjustment  # fmt: skip
+
+
+def _like(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _as_codes(x: Tensor, table: Tensor, weights: Tensor, *args: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=weights.dtype, device=x.device)
+
+
+def _as_blocks(high: Tensor, total: Tensor, groups: Tensor, rows: int, shape: list[int]) -> Tensor:
+    return torch.empty(shape, dtype=high.dtype, device=high.device)
+
+
+FORMS = {mixture_of_experts: _like, mixture_of_fp8_experts: _as_codes, block_softmax_adjustment: _as_blocks}
+"""What tells Dynamo the form of a result where the function reads values; the others compute it by themselves."""
+
 for schema, function in SCHEMAS.items():
     OPS.define(schema)
-    OPS.impl(schema.partition("(")[0], function, "CPU")
+    name = schema.partition("(")[0]
+    OPS.impl(name, function, "CPU")
+    torch.library.register_fake(f"hpu::{name}", FORMS.get(function, function), lib=OPS)
