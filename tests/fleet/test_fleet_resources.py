@@ -30,11 +30,14 @@ def test_cards_are_dealt_in_order_and_a_cpu_is_divided():
 
 
 def test_counters_add_up_and_a_client_sees_the_least_longest_request():
-    a = EngineStats(running=2, prompt_tokens=10, step_tokens=[1], graphs=GraphCounters(1, 0, {"decode": 5}))
-    b = EngineStats(running=3, prompt_tokens=7, graphs=GraphCounters(2, 1, {"decode": 2, "prompt": 1}))
+    a = EngineStats(
+        running=2, prompt_tokens=10, step_tokens=[1], graphs=GraphCounters(1, 0, {"decode": 5}, graph_breaks=2)
+    )
+    b = EngineStats(running=3, prompt_tokens=7, graphs=GraphCounters(2, 1, {"decode": 2, "prompt": 1}, graph_breaks=3))
     s = sum_stats([a, b])
     assert (s.running, s.prompt_tokens, s.step_tokens) == (5, 17, [])
     assert (s.graphs.lazy_compiles, s.graphs.recompiles, s.graphs.bytes) == (3, 1, {"decode": 7, "prompt": 1})
+    assert s.graphs.graph_breaks == 5
     infos = [EngineInfo("cpu", "float32", n, 16, 100, 10, 64) for n in (512, 256)]
     made = merge_infos([None, *infos])
     assert made is not None and (made.max_model_len, made.num_blocks) == (256, 200)
