@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from trencadis.backends.hpu.habana_bridge import Bridge
+from trencadis.backends.hpu.hccl_comm import find_fault
 from trencadis.backends.hpu.launches.host_copies import OutputSets
 from trencadis.backends.hpu.shape_policy import DRAWN
 from trencadis.backends.hpu.start.kernel_probes import Probe, ProbeFailed, ProbeModule, error, kernel_probes
@@ -33,6 +35,8 @@ def probes(bridge: Bridge) -> Iterator[Probe]:
     }  # fmt: skip
     if bridge.is_lazy():
         others["results in turn"] = results_in_turn
+    else:
+        others["collective in a compiled launch"] = compiled_collective
     for name, run_probe in others.items():
         yield name, partial(run_probe, bridge)
 
@@ -224,19 +228,51 @@ def graph(bridge: Bridge) -> str:
     return f"{kind}, error {off:.0e}, {max(taken, 0)} bytes"
 
 
-def collective(bridge: Bridge) -> str:
-    """Sums over a group of one, through the library that several ranks use."""
-    name = bridge.collective_backend
-    if torch.distributed.is_initialized():
-        return "a group exists already"
+@contextmanager
+def group_of_one(name: str) -> Iterator[None]:
+    """Makes a group of one rank over the library ``name`` while the block runs."""
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{Path(folder, 'store')}"
         torch.distributed.init_process_group(name, init_method=meeting, rank=0, world_size=1)
         try:
-            x = torch.ones(16).to(bridge.device)
-            out = bridge.all_reduce(x).cpu()
-            error(bridge.all_gather(x.view(2, 8), 1).cpu(), torch.ones(2, 8))
+            yield
         finally:
             torch.distributed.destroy_process_group()
+
+
+GROUP_EXISTS = "a group exists already"
+
+
+def collective(bridge: Bridge) -> str:
+    """Sums over a group of one, through the library that several ranks use."""
+    name = bridge.collective_backend
+    if torch.distributed.is_initialized():
+        return GROUP_EXISTS
+    with group_of_one(name):
+        out = bridge.all_reduce(torch.ones(16).to(bridge.device)).cpu()
+        error(bridge.all_gather(torch.ones(2, 8).to(bridge.device), 1).cpu(), torch.ones(2, 8))
     error(out, torch.ones(16))
     return f"all_reduce and all_gather over {name}, one rank"
+
+
+def compiled_collective(bridge: Bridge) -> str:
+    """Compiles functions with both collectives, as layers have them, in both forms of compile mode.
+
+    A start does without those inside of graphs where they fail, and not without the others.
+    """
+    if torch.distributed.is_initialized():
+        return GROUP_EXISTS
+    with group_of_one(bridge.collective_backend):
+        reduce, gather = bridge.opaque_collectives()
+
+        def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return reduce(x * 2) + 1, gather(x * 3, 1)
+
+        x = torch.arange(8.0).view(2, 4)
+        with torch.no_grad():
+            total, rows = (t.cpu() for t in bridge.compile(run)(x.to(bridge.device)))
+            why = find_fault(bridge, 0, 1)
+    error(total, x * 2 + 1)
+    error(rows, x * 3)
+    inside = f"not inside of them ({why})" if why else "and inside of them"
+    return f"between compiled graphs {inside}"

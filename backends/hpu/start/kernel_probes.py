@@ -58,10 +58,11 @@ def kernel_probes(bridge: Bridge) -> Iterator[Probe]:
     """Yields (name, function to run) for every kernel; the function returns the figure of its line, or raises."""
     for name, (run, args) in kernels(bridge).items():
         yield f"kernel.{name}", partial(compare_with_cpu, bridge, run, args)
+    sdpa, parts = bridge.fused_sdpa, bridge.sdpa_parts
     symbols = {
-        "FusedSDPA": bridge.fused_sdpa, "FusedRMSNorm": bridge.fused_rms_norm,
+        **dict.fromkeys(ATTENTION, sdpa), "sdpa_recomp_fwd.causal": parts, "FusedRMSNorm": bridge.fused_rms_norm,
         "apply_rotary_pos_emb": bridge.apply_rotary, "cast_to_fp8_v2": bridge.cast_to_fp8_v2,
-        "sdpa_recomp_fwd": bridge.sdpa_parts, "product": bridge.product, "fp8_gemm_v2": bridge.fp8_gemm_v2,
+        "sdpa_recomp_fwd": parts, "product": bridge.product, "fp8_gemm_v2": bridge.fp8_gemm_v2,
         "convert_from_uint4": bridge.convert_from_uint4, "block_softmax_adjustment": bridge.block_adjustment,
     }  # fmt: skip
     for name, symbol in symbols.items():
@@ -114,7 +115,7 @@ def kernels(bridge: Bridge) -> dict[str, tuple[Callable[..., Tensor], tuple[Tens
         "topk": (lambda a: torch.topk(a, 4).values, (x,)),
         "cumsum": (lambda a: torch.cumsum(a, -1), (x,)),
         "whole units": (sum_units, (x.softmax(-1),)),
-        "ceil": (torch.ceil, (x,)),
+        "ceil": (lambda a: torch.ceil(a), (x,)),  # a builtin is no frame that a compiler sees
         "argmax": (lambda a: torch.argmax(a, -1), (x,)),
         "where": (lambda a: torch.where(a > 0, a, -a), (x,)),
         "masked_fill": (lambda a: a.masked_fill(a < 0, -1e4), (x,)),
@@ -200,18 +201,68 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return off
 
 
+class AttentionCall(NamedTuple):
+    """A call of ``FusedSDPA`` as a launch makes it: queries [rows, 8, queries, 64].
+
+    Args:
+        groups: KV heads.
+        visible: bool [rows, 1, queries or 1, keys]; None: a causal call.
+        mode: of the softmax.
+    """
+
+    groups: int
+    rows: int
+    queries: int
+    keys: int
+    visible: Tensor | None
+    mode: str
+
+
+HEADS = 8
+
+
+def _before(keys: int, queries: int) -> Tensor:
+    """Returns bool [1, 1, queries, keys]: ``queries`` tokens see all stored ones, and their own in turn."""
+    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)[None, None]
+
+
+_real = torch.tensor([64, 9, 33])
+"""Real slots of three windows of an image."""
+
+ATTENTION = {
+    "FusedSDPA": AttentionCall(HEADS, 1, 128, 128, None, "fp32"),
+    "FusedSDPA.few": AttentionCall(2, 2, 128, 128, None, "fast"),  # prompts, fewer KV heads
+    "FusedSDPA.masked": AttentionCall(2, 1, 64, 192, _before(192, 64), "fp32"),  # prompts after stored tokens
+    "FusedSDPA.masked.fast": AttentionCall(2, 1, 64, 192, _before(192, 64), "fast"),
+    "FusedSDPA.windows": AttentionCall(
+        HEADS, 3, 64, 64, (torch.arange(64) < _real[:, None])[:, None, None], "None"
+    ),  # of images
+}  # fmt: skip
+"""Forms of masks, heads and softmax in which launches call the kernel."""
+
+
+def check_attention(bridge: Bridge, case: AttentionCall, g: torch.Generator) -> str:
+    """Compares the fused attention kernel with torch's on the CPU; returns the figure of its line."""
+    sdpa: Any = bridge.fused_sdpa
+    q = torch.randn(case.rows, HEADS, case.queries, 64, generator=g).bfloat16()
+    k, v = (torch.randn(case.rows, case.groups, case.keys, 64, generator=g).bfloat16() for _ in range(2))
+    causal, mode = case.visible is None, case.mode
+    masks = () if case.visible is None else (case.visible,)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        return fused_attention(sdpa, q, k, v, mask, causal, 64**-0.5, mode)
+
+    found, took, back = time_launch(bridge, run, (q, k, v, *masks))
+    wide = [q.float(), *(t.float().repeat_interleave(HEADS // case.groups, 1) for t in (k, v))]
+    wanted = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=case.visible, is_causal=causal)
+    return format_figure(error(found, wanted.bfloat16()), took, back)
+
+
 def check_fused_kernel(bridge: Bridge, name: str) -> str:
     """Compares a fused kernel with its formula."""
     g = torch.Generator().manual_seed(2)
-    q, k, v = (torch.randn(1, 4, 128, 64, generator=g).bfloat16() for _ in range(3))
-    if name == "FusedSDPA":
-        sdpa: Any = bridge.fused_sdpa
-        scale = 64**-0.5
-        found, took, back = time_launch(
-            bridge, lambda q, k, v: fused_attention(sdpa, q, k, v, None, True, scale, "fp32"), (q, k, v)
-        )
-        wide = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
-        return format_figure(error(found, wide.bfloat16()), took, back)
+    if name in ATTENTION:
+        return check_attention(bridge, ATTENTION[name], g)
     if name == "FusedRMSNorm":
         norm: Any = bridge.fused_rms_norm
         x, weight = torch.randn(1, 8, 64, generator=g), torch.rand(64, generator=g)
@@ -219,7 +270,7 @@ def check_fused_kernel(bridge: Bridge, name: str) -> str:
         return format_figure(error(found, weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)), took, back)
     if name == "cast_to_fp8_v2":
         return fp8_cache(bridge)
-    if name in LACKING or name in ("sdpa_recomp_fwd", "block_softmax_adjustment"):
+    if name in LACKING or name.startswith(("sdpa_recomp_fwd", "block_softmax_adjustment")):
         return check_product_kernel(bridge, name)
     rotary: Any = bridge.apply_rotary
     x, angle = torch.randn(8, 4, 64, generator=g), torch.rand(8, 1, 64, generator=g)
@@ -233,7 +284,8 @@ def check_product_kernel(bridge: Bridge, name: str) -> str:
     """Compares a kernel of a product, or of attention's statistics, with its formula."""
     g = torch.Generator().manual_seed(5)
     run, args, wanted = {
-        "sdpa_recomp_fwd": _statistics_case, "product": _wide_product_case, "fp8_gemm_v2": _fp8_product_case,
+        "sdpa_recomp_fwd": _statistics_case, "sdpa_recomp_fwd.causal": _causal_case,
+        "product": _wide_product_case, "fp8_gemm_v2": _fp8_product_case,
         "convert_from_uint4": _unpack_case, "block_softmax_adjustment": _adjustment_case,
     }[name](bridge, g)  # fmt: skip
     found, took, back = time_launch(bridge, run, args)
@@ -262,6 +314,22 @@ def _statistics_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
     scores = q.float() @ k.float().repeat_interleave(2, 1).transpose(2, 3) * scale
     share = scores.exp() * mask
     return KernelCase(run, (q, k, v, mask), (share @ v.float().repeat_interleave(2, 1)).bfloat16())
+
+
+def _causal_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
+    """A causal call of 1,024 tokens, the fewest of which the kernel's statistics are right."""
+    parts, scale = _require(bridge.sdpa_parts), 64**-0.5
+    q = torch.randn(1, 4, 1024, 64, generator=g).bfloat16()
+    k, v = (torch.randn(1, 2, 1024, 64, generator=g).bfloat16() for _ in range(2))
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, high, inverse = parts(q, k, v, None, True, scale, "fp32")
+        return torch.cat([out.float(), high.float() - inverse.float().log()], -1).bfloat16()
+
+    scores = q.float() @ k.float().repeat_interleave(2, 1).transpose(2, 3) * scale
+    scores = scores.masked_fill(~_before(1024, 1024), float("-inf"))
+    out = scores.softmax(-1) @ v.float().repeat_interleave(2, 1)
+    return KernelCase(run, (q, k, v), torch.cat([out, scores.logsumexp(-1, True)], -1).bfloat16())
 
 
 def _wide_product_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
