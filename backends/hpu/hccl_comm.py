@@ -120,6 +120,11 @@ class HpuComm:
                     "TRENCADIS_HPU_COLLECTIVES=eager", why or "on another rank")  # fmt: skip
         self._opaque = self._bridge.opaque_collectives()
 
+    @property
+    def form(self) -> str:
+        """``functional`` or ``eager`` (``hpu_settings.COLLECTIVES``): how sums run; "" in lazy mode, which has one."""
+        return "" if self._bridge.is_lazy() else "functional" if self._opaque is None else "eager"
+
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.world == 1:
             return x
