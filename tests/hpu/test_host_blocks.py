@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,6 +131,15 @@ def test_a_copy_that_waits_for_no_fetch_is_found(hpu: Callable[..., Any], monkey
     nothing = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(blocks.copies, "_fetched", nothing)
     with pytest.raises(AssertionError):
+        for seed in range(10):
+            play(blocks, seed)
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_copies_of_blocks_in_memory_that_is_not_pinned_block(hpu: Callable[..., Any], said: bool) -> None:
+    """If that memory was said to be pinned, nothing would wait for them."""
+    blocks = Blocks(hpu(block_size=SIZE, pinned=said))
+    with pytest.raises(AssertionError) if said else nullcontext():
         for seed in range(10):
             play(blocks, seed)
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -185,6 +186,23 @@ def test_random_schedules_read_no_result_late(
     schedules = Schedules(hpu, lazy, variant)
     for seed in range(count):
         schedules.play(seed, threads=seed % 5 == 0)
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("said", [False, True])
+def test_copies_of_memory_that_is_not_pinned_block(hpu: Callable[..., Any], lazy: bool, said: bool) -> None:
+    """Where a plug-in refuses pinned memory, uploads and fetches of ordinary memory; if they were said to be pinned,
+    nothing would wait for them.
+    """
+
+    schedules = Schedules(partial(hpu, pinned=said), lazy)
+    if not said:
+        for seed in range(12):
+            schedules.play(seed, threads=seed % 4 == 0)
+        return
+    with pytest.raises(AssertionError):
+        for seed in range(12):
+            schedules.play(seed, threads=False)
 
 
 @pytest.mark.parametrize("mistake", ["", "no wait", "one set"])

@@ -33,6 +33,7 @@ from trencadis.backends.hpu.emulator.device_tensor import DEVICE, DeviceTensor, 
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.launch_op_recorder import RegionRecords
 from trencadis.backends.hpu.hccl_comm import HpuComm
+from trencadis.backends.hpu.launches.region_compiler import name_of
 from trencadis.backends.hpu.ops import HpuOps
 
 aten = torch.ops.aten
@@ -325,15 +326,28 @@ class Compiler:
         if self.device.scope is None:
             with self.device.launch():
                 return self._run_without_values(number, function, args)
-        scope = self.device.scope
-        self.device.clock.run_flavour((number, tuple(t.storage_offset() for t in _tensors(args))))
+        scope, taken = self.device.scope, _tensors(args)
+        self.device.clock.run_flavour((number, tuple(t.storage_offset() for t in taken)))
+        self._charge_strided(taken)
         scope.cut()
         scope.region = True
         out = self._records.run(scope, function, self.device.layer, args)
         scope.region = False
         scope.cut()
         scope.live.hold(_own_bytes(out))
+        given = set(map(id, taken))
+        for leaf in _tensors(out):
+            if leaf.aliases and id(leaf) not in given:
+                self.device.clock.count_event("eager_view", f"{tuple(leaf.shape)} of {name_of(args[0])}")
         return out
+
+    def _charge_strided(self, taken: list[DeviceTensor]) -> None:
+        """Charges the whole storage of each input whose elements are not contiguous."""
+        device = self.device
+        for t in taken:
+            if t.is_view and not t.is_contiguous():
+                device.clock.count_event("strided_input", f"{tuple(t.shape)} of {t.store.bytes} bytes")
+                device.clock.add_seconds(2 * t.store.bytes / device.profile.bandwidth)
 
     def _lower(self, graph: GraphModule, inputs: Any) -> Callable[..., Any]:
         """Lowers a functional graph, as the backend of ``torch.compile``; returns the function that runs it."""
@@ -384,10 +398,7 @@ class Compiler:
         taken = [t for t in (self._twins.back(a) for a in args if isinstance(a, Tensor)) if t is not None]
         if device.clock.run_flavour((id(lowered), tuple(t.storage_offset() for t in taken))):
             device.queue.wait()
-        for t in taken:
-            if t.is_view and not t.is_contiguous():
-                device.clock.count_event("strided_input", f"{tuple(t.shape)} of {t.store.bytes} bytes")
-                device.clock.add_seconds(2 * t.store.bytes / device.profile.bandwidth)
+        self._charge_strided(taken)
 
     def _node(self, lowered: Lowered, node: Node, values: dict[Node, Any]) -> Any:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)

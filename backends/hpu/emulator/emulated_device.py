@@ -179,7 +179,9 @@ class EmulatedDevice:
             store = stores.get(leaf.untyped_storage()._cdata)
             live = scope.live if scope is not None else None
             owned = store or Store(self.allocator, leaf.untyped_storage().nbytes(), live)
-            return DeviceTensor(leaf, owned, self, is_view=store is not None)
+            found = DeviceTensor(leaf, owned, self, is_view=store is not None)
+            found.aliases = found.is_view and "_unsafe_view" not in name
+            return found
 
         out = rebuild(raw, outer)
         if scope is not None and self.computes:
