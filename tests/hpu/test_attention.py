@@ -280,14 +280,19 @@ def test_a_kernel_that_is_asked_for_and_missing_is_one_line(name: str) -> None:
 
 @pytest.mark.parametrize(("form", "found"), [("exact", True), ("rounded", False), ("refused", False)])
 def test_a_product_into_float32_is_taken_where_it_is_exact(
-    form: str, found: bool, monkeypatch: pytest.MonkeyPatch
+    form: str, found: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """One that runs and is rounded has a warning; one that is refused is what most releases have."""
+
     def multiply(a: Tensor, b: Tensor) -> Tensor:
         if form == "refused":
             raise RuntimeError("Expected out tensor to have dtype c10::BFloat16, but got float instead")
         return a.float() @ b.float() if form == "exact" else (a @ b).float()
 
-    monkeypatch.setattr(bridge_loader, "FORMS", (multiply,))
+    monkeypatch.setattr(bridge_loader, "FORMS", (multiply, multiply))
+    with caplog.at_level("WARNING", "trencadis.engine"):
+        bridge_loader.find_product(torch.device("cpu"), None)
+    assert ["are off by" in record.getMessage() for record in caplog.records] == [True] * (form == "rounded")
     assert (bridge_loader.find_product(torch.device("cpu"), None) is not None) is found
     assert (bridge_loader.find_product(torch.device("cpu"), lambda f: f) is not None) is found
 

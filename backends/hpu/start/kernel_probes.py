@@ -11,10 +11,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trencadis.backends.hpu.fused_experts import check_experts, check_fp8_experts
 from trencadis.backends.hpu.habana_bridge import Bridge, emulator_hooks, fused_attention
@@ -22,29 +22,14 @@ from trencadis.backends.hpu.hpu_settings import settings
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.recurrent_check import check_recurrent
 from trencadis.backends.hpu.sampling_thresholds import sum_units
+from trencadis.backends.hpu.start.kernel_cases import (
+    CASES,
+    ProbeModule,
+    error,
+    visible_before,
+)
 
-T = TypeVar("T")
 Probe = tuple[str, Callable[[], str]]
-CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Largest allowed error as a share of the largest magnitude, by dtype."""
-
-
-class ProbeFailed(Exception):
-    """A kernel's or a copy's result is wrong; the message gives the error."""
-
-
-class ProbeModule(nn.Module):
-    """A function as a module, so that it can be compiled or captured.
-
-    It is the module's ``forward`` itself: torch keeps a few compiled variants for each code object, and a shared one
-    would exceed that limit after the eighth probe.
-    """
-
-    def __init__(self, run: Callable[..., object]) -> None:
-        super().__init__()
-        self.forward = run
-
-
 LACKING = {
     "": "the plug-in lacks it: plain operations take its place",
     "cast_to_fp8_v2": "the plug-in lacks it: no fp8 KV cache",
@@ -182,25 +167,6 @@ def format_figure(off: float, took: float, back: str) -> str:
     return f"error {off:.0e}, {took * 1e3:.2f} ms" + (f"; sent back to the host: {back}" if back else "")
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
-    """Returns the largest error as a share of the largest magnitude.
-
-    Raises:
-        ProbeFailed: another shape, a value that is not finite, or an error above ``CLOSE``.
-    """
-    if found.shape != wanted.shape:
-        raise ProbeFailed(f"shape {list(found.shape)}, the CPU gives {list(wanted.shape)}")
-    if not wanted.is_floating_point():
-        wrong = int((found.long() != wanted.long()).sum())
-        if wrong:
-            raise ProbeFailed(f"{wrong} of {wanted.numel()} values differ from the CPU's")
-        return 0.0
-    off = float((found.float() - wanted.float()).abs().max()) / max(float(wanted.float().abs().max()), 1e-6)
-    if not off <= CLOSE.get(wanted.dtype, 1e-4):
-        raise ProbeFailed(f"off by {off:.1e} of the largest value")
-    return off
-
-
 class AttentionCall(NamedTuple):
     """A call of ``FusedSDPA`` as a launch makes it: queries [rows, 8, queries, 64].
 
@@ -221,19 +187,14 @@ class AttentionCall(NamedTuple):
 HEADS = 8
 
 
-def _before(keys: int, queries: int) -> Tensor:
-    """Returns bool [1, 1, queries, keys]: ``queries`` tokens see all stored ones, and their own in turn."""
-    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)[None, None]
-
-
 _real = torch.tensor([64, 9, 33])
 """Real slots of three windows of an image."""
 
 ATTENTION = {
     "FusedSDPA": AttentionCall(HEADS, 1, 128, 128, None, "fp32"),
     "FusedSDPA.few": AttentionCall(2, 2, 128, 128, None, "fast"),  # prompts, fewer KV heads
-    "FusedSDPA.masked": AttentionCall(2, 1, 64, 192, _before(192, 64), "fp32"),  # prompts after stored tokens
-    "FusedSDPA.masked.fast": AttentionCall(2, 1, 64, 192, _before(192, 64), "fast"),
+    "FusedSDPA.masked": AttentionCall(2, 1, 64, 192, visible_before(192, 64), "fp32"),  # prompts after stored tokens
+    "FusedSDPA.masked.fast": AttentionCall(2, 1, 64, 192, visible_before(192, 64), "fast"),
     "FusedSDPA.windows": AttentionCall(
         HEADS, 3, 64, 64, (torch.arange(64) < _real[:, None])[:, None, None], "None"
     ),  # of images
@@ -283,101 +244,9 @@ def check_fused_kernel(bridge: Bridge, name: str) -> str:
 def check_product_kernel(bridge: Bridge, name: str) -> str:
     """Compares a kernel of a product, or of attention's statistics, with its formula."""
     g = torch.Generator().manual_seed(5)
-    run, args, wanted = {
-        "sdpa_recomp_fwd": _statistics_case, "sdpa_recomp_fwd.causal": _causal_case,
-        "product": _wide_product_case, "fp8_gemm_v2": _fp8_product_case,
-        "convert_from_uint4": _unpack_case, "block_softmax_adjustment": _adjustment_case,
-    }[name](bridge, g)  # fmt: skip
+    run, args, wanted = CASES[name](bridge, g)
     found, took, back = time_launch(bridge, run, args)
     return format_figure(error(found, wanted), took, back)
-
-
-class KernelCase(NamedTuple):
-    """A function to run on the card, its arguments, and the right result."""
-
-    run: Callable[..., Tensor]
-    args: tuple[Tensor, ...]
-    wanted: Tensor
-
-
-def _statistics_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
-    """Attention over some keys, multiplied by its sum of exponentials: what merging parts needs of the statistics."""
-    parts, scale = _require(bridge.sdpa_parts), 64**-0.5
-    q = torch.randn(1, 4, 8, 64, generator=g).bfloat16()
-    k, v = (torch.randn(1, 2, 16, 64, generator=g).bfloat16() for _ in range(2))
-    mask = (torch.arange(16) < 11).view(1, 1, 1, 16)
-
-    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        out, high, inverse = parts(q, k, v, mask, False, scale, "fp32")
-        return out.float() * high.float().exp() / inverse.float()
-
-    scores = q.float() @ k.float().repeat_interleave(2, 1).transpose(2, 3) * scale
-    share = scores.exp() * mask
-    return KernelCase(run, (q, k, v, mask), (share @ v.float().repeat_interleave(2, 1)).bfloat16())
-
-
-def _causal_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
-    """A causal call of 1,024 tokens, the fewest of which the kernel's statistics are right."""
-    parts, scale = _require(bridge.sdpa_parts), 64**-0.5
-    q = torch.randn(1, 4, 1024, 64, generator=g).bfloat16()
-    k, v = (torch.randn(1, 2, 1024, 64, generator=g).bfloat16() for _ in range(2))
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, high, inverse = parts(q, k, v, None, True, scale, "fp32")
-        return torch.cat([out.float(), high.float() - inverse.float().log()], -1).bfloat16()
-
-    scores = q.float() @ k.float().repeat_interleave(2, 1).transpose(2, 3) * scale
-    scores = scores.masked_fill(~_before(1024, 1024), float("-inf"))
-    out = scores.softmax(-1) @ v.float().repeat_interleave(2, 1)
-    return KernelCase(run, (q, k, v), torch.cat([out, scores.logsumexp(-1, True)], -1).bfloat16())
-
-
-def _wide_product_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
-    a, b = torch.randn(2, 4, 64, generator=g).bfloat16(), torch.randn(2, 64, 8, generator=g).bfloat16()
-    return KernelCase(_require(bridge.product), (a, b), a.float() @ b.float())
-
-
-def _fp8_product_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
-    multiply, cast = _require(bridge.fp8_gemm_v2), _require(bridge.cast_to_fp8_v2)
-    x, w = (torch.randint(-8, 9, (n, 32), generator=g).float() for n in (5, 16))
-    scale, each = torch.rand(5, 1, generator=g) + 0.5, torch.rand(16, generator=g) + 0.5
-
-    def run(x: Tensor, w: Tensor, scale: Tensor, each: Tensor) -> Tensor:
-        return multiply(cast(x), cast(w), torch.float32, scale, each, None)
-
-    return KernelCase(run, (x, w, scale, each), (x * scale) @ (w * each[:, None]).t())
-
-
-def _unpack_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
-    unpack = _require(bridge.convert_from_uint4)
-    codes = torch.randint(0, 16, (8, 16), generator=g)
-    words = sum(codes.view(8, 2, 8)[..., i] << (4 * i) for i in range(8))
-    assert isinstance(words, Tensor)
-    signed = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
-    scale, zero = torch.rand(2, 16, generator=g).bfloat16(), torch.zeros(2, 2, dtype=torch.int32)
-
-    def run(words: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        return unpack(words, scale, zero, torch.bfloat16)
-
-    wanted = (codes.float() * scale.float().repeat_interleave(4, 0)).bfloat16()
-    return KernelCase(run, (signed, scale, zero), wanted)
-
-
-def _adjustment_case(bridge: Bridge, g: torch.Generator) -> KernelCase:
-    adjust, shape = _require(bridge.block_adjustment), [3, 2, 2, 1, 1]
-    high, total = torch.randn(shape, generator=g), torch.rand(shape, generator=g) + 1
-    rows = torch.zeros(3, dtype=torch.int32)
-
-    def run(high: Tensor, total: Tensor, rows: Tensor) -> Tensor:
-        return adjust(high, total, rows, 1, shape)
-
-    factor = (high - high.amax(0)).exp()
-    return KernelCase(run, (high, total, rows), factor / (factor * total).sum(0))
-
-
-def _require(kernel: Callable[..., T] | None) -> Callable[..., T]:
-    assert kernel is not None, "only kernels that the bridge has are probed"
-    return kernel
 
 
 def fp8_cache(bridge: Bridge) -> str:

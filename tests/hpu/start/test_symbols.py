@@ -118,6 +118,27 @@ def test_the_plug_ins_operations_are_called_as_published(lazy: str, code: str, c
     assert done.returncode == 0 and done.stdout == "fine\n", done.stderr
 
 
+CHECKED = OPEN + "print([n for n in sys.argv[2:] if getattr(bridge, n) is None])"
+FIELDS = {"sdpa_recomp_fwd": "sdpa_parts", "fp8_gemm_v2": "fp8_gemm_v2", "convert_from_uint4": "convert_from_uint4",
+          "block_softmax_adjustment": "block_adjustment"}  # fmt: skip
+"""Operations that a start compares, and the fields of the bridge."""
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "lazy"),
+    [("", "", "1"), *((name, "", "1") for name in FIELDS), ("sdpa_recomp_fwd", ":error", "1"),
+     ("fp8_gemm_v2", "", "0"), ("sdpa_recomp_fwd", ":error", "0")],
+)  # fmt: skip
+def test_an_operation_that_differs_at_opening_is_not_used(name: str, fault: str, lazy: str, over_stub: Run) -> None:
+    """One warning each; a right one has none."""
+    env = {"HABANA_STUB_CARD": "GAUDI3", "HABANA_STUB_WRONG": name + fault, "PT_HPU_LAZY_MODE": lazy}
+    done = over_stub(CHECKED, "GAUDI3", *FIELDS.values(), **env)
+    assert done.returncode == 0 and done.stdout == f"{[FIELDS[name]] if name else []}\n", done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("hpu:")]
+    assert len(said) == bool(name) and all(name in line for line in said), said
+    assert not fault or "fails (RuntimeError: synStatus=26" in said[0]
+
+
 WRONG = {
     "cast of float16": 'bridge.cast_to_fp8_v2(put(torch.ones(2, 2).half()))',
     "cast of integers": 'bridge.cast_to_fp8_v2(put(torch.ones(2, 2, dtype=torch.int8)))',
