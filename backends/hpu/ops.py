@@ -345,7 +345,8 @@ class HpuOps(JoinedAdapterOps, StaticRecurrentOps, ReferenceOps):
             run: calls the function that it gets with the drawn ids.
         """
         if not self._inside:
-            return run(self.update)
+            drawn = run(self.update)
+            return drawn if self.lazy else _without_views(drawn)
         kept: list[Tensor] = []
 
         def note(token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
@@ -353,10 +354,7 @@ class HpuOps(JoinedAdapterOps, StaticRecurrentOps, ReferenceOps):
             kept.append(count_tokens(token, head, state))
             kept.append(head.slot if head.ahead is None else accepted_slots(token, head)[1])
 
-        drawn = run(note)
-        if drawn.logprob is not None:  # a view that leaves a region would be taken eagerly
-            drawn = drawn._replace(logprob=drawn.logprob.clone())
-        out: Any = DrawnCounts(drawn, kept[0], kept[1], state.counts)
+        out: Any = DrawnCounts(_without_views(run(note)), kept[0], kept[1], state.counts)
         found: HeadTensorsOut = out
         return found
 
@@ -472,6 +470,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies rotary embedding without the plug-in's kernel: the first half of the head against the second."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def _without_views(drawn: HeadTensorsOut) -> HeadTensorsOut:
+    """Returns results with memory of their own: a view that leaves a compiled function would be taken eagerly."""
+    return drawn if drawn.logprob is None else drawn._replace(logprob=drawn.logprob.clone())
 
 
 def count_tokens(token: Tensor, head: HeadTensors, state: SamplerState) -> Tensor:

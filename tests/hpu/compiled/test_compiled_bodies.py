@@ -103,6 +103,8 @@ def traced(name: str, **how: Any) -> Any:
 def check(name: str, **how: Any) -> None:
     made, lowered = traced(name, **how)
     assert not lowered.eager and len(lowered.recipes) == 1
+    (output,) = [n for n in lowered.graph.graph.nodes if n.op == "output"]
+    assert not any(is_view(n) for n in output.all_input_nodes), "a view that leaves a graph is taken eagerly"
     cache_shape = made.model.persistent.kv[0].k.shape
     stores = [n for n in calls(lowered.graph) if n.target is aten.index_copy_.default]
     kept = [n for n in stores if n.args[0].meta["val"].shape == cache_shape]
