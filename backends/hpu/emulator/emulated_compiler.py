@@ -33,7 +33,6 @@ from trencadis.backends.hpu.emulator.device_tensor import DEVICE, DeviceTensor, 
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.launch_op_recorder import RegionRecords
 from trencadis.backends.hpu.hccl_comm import HpuComm
-from trencadis.backends.hpu.launches.region_compiler import name_of
 from trencadis.backends.hpu.ops import HpuOps
 
 aten = torch.ops.aten
@@ -335,10 +334,10 @@ class Compiler:
         scope.region = False
         scope.cut()
         scope.live.hold(_own_bytes(out))
-        given = set(map(id, taken))
+        given, name = set(map(id, taken)), getattr(args[0], "__qualname__", type(args[0]).__name__)
         for leaf in _tensors(out):
             if leaf.aliases and id(leaf) not in given:
-                self.device.clock.count_event("eager_view", f"{tuple(leaf.shape)} of {name_of(args[0])}")
+                self.device.clock.count_event("eager_view", f"{tuple(leaf.shape)} of {name}")
         return out
 
     def _charge_strided(self, taken: list[DeviceTensor]) -> None:

@@ -285,7 +285,7 @@ def signature(layer: Any) -> Hashable:
     return tuple(found)
 
 
-def _attribute_key(value: Any) -> Hashable:
+def _attribute_key(value: object) -> Hashable:
     """Returns the key of an attribute; that of a part, also in a tuple or a list, is its signature."""
     if isinstance(value, tuple | list):
         return tuple(map(_attribute_key, flatten(value)))

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor
@@ -210,14 +210,14 @@ def kind_of(value: Any) -> Hashable:
     return tuple(found)
 
 
-def _attribute_key(item: Any) -> Hashable:
+def _attribute_key(item: object) -> Hashable:
     """Returns the key of an attribute; parts in tuples and lists by their kinds, as parts of equal layers differ."""
     if isinstance(item, tuple | list):
         return (type(item), *map(_attribute_key, item))
     if isinstance(item, Tensor | int | float | str | bool) or item is None:
         return shapes(item)
-    if hasattr(item, "__func__"):
-        return str(item.__func__.__qualname__)
+    if isinstance(item, MethodType):
+        return item.__qualname__
     if hasattr(item, "__dict__") or hasattr(type(item), "__slots__"):
         return kind_of(item)
     return None

@@ -214,8 +214,10 @@ def check_attention(bridge: Bridge, case: AttentionCall, g: torch.Generator) -> 
         return fused_attention(sdpa, q, k, v, mask, causal, 64**-0.5, mode)
 
     found, took, back = time_launch(bridge, run, (q, k, v, *masks))
-    wide = [q.float(), *(t.float().repeat_interleave(HEADS // case.groups, 1) for t in (k, v))]
-    wanted = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=case.visible, is_causal=causal)
+    keys, values = (t.float().repeat_interleave(HEADS // case.groups, 1) for t in (k, v))
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q.float(), keys, values, attn_mask=case.visible, is_causal=causal
+    )
     return format_figure(error(found, wanted.bfloat16()), took, back)
 
 

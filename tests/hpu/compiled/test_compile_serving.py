@@ -204,6 +204,9 @@ def test_variables_of_compile_mode() -> None:
     found = settings(off)
     assert (found.regional, found.fullgraph, found.full_warmup) == (False, False, True)
     assert not settings({"VLLM_REGIONAL_COMPILATION": "false"}).regional
+    for layers in ("x", "0", "-1"):
+        with pytest.raises(StartupError, match=f"VLLM_CONFIG_HIDDEN_LAYERS='{layers}' is not a whole number above 0"):
+            settings({"VLLM_CONFIG_HIDDEN_LAYERS": layers})
     with pytest.raises(StartupError, match="every bucket has one shape"):
         settings({"VLLM_T_COMPILE_DYNAMIC_SHAPES": "true"})
 
