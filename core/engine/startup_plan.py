@@ -58,7 +58,7 @@ from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.bucket_profile import plan_by_profile
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.spec.draft_checkpoint import Drafter
-from trencadis.core.spec.spec_config import resolve_speculation
+from trencadis.core.spec.spec_config import draft_flag, resolve_speculation
 
 BUILT_FOR_FEW = 128, 2048
 BUILT_FOR_MANY = 256, 8192
@@ -178,18 +178,9 @@ class DryRun:
         device, policy, asked = self.device, self.policy, self.config
         block, inputs = asked.block_size or policy.block_sizes[0], attending(policy, asked.attention_backend)
         found = MemoryEstimator(
-            self.model,
-            device.itemsize,
-            device.ranks,
-            inputs,
-            block,
-            policy.graph_memory,
-            policy.quantised,
-            policy.aligned,
-            policy.cross_attention_bytes,
-            slot_sizes(asked, policy.joined_adapters),
-            policy.decoded,
-        )
+            self.model, device.itemsize, device.ranks, inputs, block, policy.graph_memory, policy.quantised,
+            policy.aligned, policy.cross_attention_bytes, slot_sizes(asked, policy.joined_adapters), policy.decoded,
+        )  # fmt: skip
         return found if self.draft is None or not policy.rules else draft_estimate.with_draft_sizes(found, self.draft)
 
     @property
@@ -208,16 +199,22 @@ class DryRun:
         try:
             return self._plan_with_graphs()
         except DeviceTooSmall as error:
-            raise StartupError(f"{error}; {self._remedy(error.blocks)}.") from None
+            line, otherwise = str(error), "more devices, or smaller image limits (max_pixels in --mm-processor-kwargs),"
+            if self.draft is not None and self.policy.rules and dataclasses.replace(self, draft=None)._fits(1.0):
+                limits = shape_limits(self.config, self.model, self.policy, self.images)
+                line = draft_estimate.describe_missing(self.estimator, self.draft, limits, error.missing)
+                line, otherwise = f"{draft_flag(self.config)}: {line}", "a smaller one"
+            remedy = self._remedy(error.blocks) or f"{otherwise} would be needed"
+            raise StartupError(f"{line}; {remedy}.") from None
 
     def _remedy(self, blocks: int) -> str:
-        """The mildest setting with which this start-up fits, at its own utilisation if it can."""
+        """The mildest setting with which this start-up fits, at its own utilisation if it can; empty: none does."""
         limits = shape_limits(self.config, self.model, self.policy, self.images)
         for setting, start in list_remedies(self, limits, blocks):
             if start._fits(1.0):
                 share = "" if start._fits(self.config.gpu_memory_utilization) else " --gpu-memory-utilization 1.0"
                 return f"{setting}{share} fits"
-        return "more devices, or smaller image limits (max_pixels in --mm-processor-kwargs), would be needed"
+        return ""
 
     def _fits(self, utilisation: float) -> bool:
         config = dataclasses.replace(self.config, gpu_memory_utilization=utilisation)
@@ -415,10 +412,8 @@ class DryRun:
         rows = self._arena_rows(limits)
         taken = estimate_memory_in_use(self.estimator, plan, limits, self.device.total, self.device.others, rows)
         graphs, copying = not graph_settings(self.config, self.policy).eager, self._copying
-        copies, moved = (
-            self.estimator.copies(copying, limits.block_size, graphs),
-            weight_offload.plan_offload(self.config, self.estimator),
-        )
+        copies = self.estimator.copies(copying, limits.block_size, graphs)
+        moved = weight_offload.plan_offload(self.config, self.estimator)
         taken = dataclasses.replace(taken, weights=taken.weights - moved.bytes, copies=copies + moved.buffers)
         taken = dataclasses.replace(taken, activations=self._activations(plan, limits)[0])
         taken = draft_estimate.with_draft_memory(taken, self.estimator, plan, limits)
