@@ -137,7 +137,10 @@ def seen_answers(path: Path, card: str, predicted: list[list[int]] | None, **fla
 
 
 QUICK = {("qwen3_vl", "cpu"), ("gemma3", "cpu"), ("mllama", "cpu")}
-PAIRS = [(family, card) for family in WRITERS for card in CARDS if (family, card) != ("mllama", "emulated hpu")]
+REFUSED = {"minicpmv": (*CARDS,), "mllama": ("cuda twin", "emulated hpu")}
+"""Recurrent layers are not drafted, and on cards none that attend to images: starts say so in one line."""
+
+PAIRS = [(family, card) for family in WRITERS for card in CARDS if card not in REFUSED.get(family, ())]
 
 
 @pytest.mark.parametrize(
