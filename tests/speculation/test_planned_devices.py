@@ -46,6 +46,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.launches.draft_loading import open_beside
 from trencadis.core.request import Request, SamplingParams
+from trencadis.core.scheduling.sequence import Sequence
 
 LENGTH, DRAFTS = 96, 3
 FLAGS: dict[str, Any] = {
@@ -133,6 +134,20 @@ def test_answers_are_those_without_drafts_and_nothing_compiles(device: str, make
     assert any(b.variant == ahead_variant(DRAFTS) for b in graphs_of(engine).hits), "penalties beside drafts"
     assert graphs_of(engine).backend.compilations() == before, "a shape was not planned"
     check_ledger(engine)
+
+
+def test_forced_ids_need_no_launch_where_drafts_are_asked_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    forced, append = list[int](), Sequence.append_forced
+
+    def noted(seq: Sequence, token: int) -> None:
+        forced.append(token)
+        append(seq, token)
+
+    monkeypatch.setattr(Sequence, "append_forced", noted)
+    plain = answers_of(make("twin", **FEW), 1, 14)
+    assert not forced
+    free = answers_of(make("twin", **FEW, speculative_config=SPECULATION, spec_always=True), 1, 14)
+    assert forced and count_different(plain.tokens, free.tokens) <= 1, "a draw flips where its number is at an edge"
 
 
 def scripted(engine: Engine, most: int) -> float:
