@@ -78,9 +78,9 @@ def drafter_of(kind: str, target: ModelConfig) -> Drafter | None:
     return EagleConfig(Path("m"), sizes, taps, vocab=target.text.vocab, own_table=False)
 
 
-def check(case: Any, kind: str = "") -> str:
+def check(case: Any, variant: str = "") -> str:
     utilisation, reserve, sizes, images, (name, policy, size), length = case
-    flags, rows = KINDS.get(kind, ({}, ()))
+    flags, rows = KINDS.get(variant, ({}, ()))
     config = EngineConfig(
         gpu_memory_utilization=utilisation, graph_reserved_mem=reserve, max_model_len=length, max_num_seqs=64,
         max_num_batched_tokens=16384, **flags,
@@ -93,11 +93,11 @@ def check(case: Any, kind: str = "") -> str:
         BucketOptions(),
         images,
         PlannedDevice(name, size << 30),
-        draft=drafter_of(kind, model),
+        draft=drafter_of(variant, model),
     )
     try:
         found = planned(start)
-        assert all(dict(found.ledger.rows())[row] > 0 for row in rows), kind
+        assert all(dict(found.ledger.rows())[row] > 0 for row in rows), variant
         return "fits"
     except StartupError as error:
         text = str(error)

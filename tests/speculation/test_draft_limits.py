@@ -81,7 +81,7 @@ def test_disable_by_batch_size_is_the_first_number_of_sequences_without_drafts(
     asked = {"method": "ngram", "num_speculative_tokens": 2, "disable_by_batch_size": 3}
     found = drafted_at(counting, 4, monkeypatch, speculative_config=asked, spec_always=True)
     assert found == {4: 0, 3: 0, 2: 2, 1: 2}
-    single = {"spec_disable_by_batch_size": 3, "spec_tokens": 2, "spec_always": True}
+    single: dict[str, Any] = {"spec_disable_by_batch_size": 3, "spec_tokens": 2, "spec_always": True}
     assert drafted_at(counting, 4, monkeypatch, **single) == found
 
 

@@ -41,7 +41,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
         "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--spec-method", "ngram", "--spec-tokens", "5",
         "--ngram-prompt-lookup-min", "1", "--spec-always", *scripted_draws.FLAGS,
     )  # fmt: skip
-    with server(folder, *flags, **{scripted_draws.SCRIPTS: str(folder / "scripts.json")}) as running:
+    environ: Any = {scripted_draws.SCRIPTS: str(folder / "scripts.json")}
+    with server(folder, *flags, **environ) as running:
         yield running
 
 
