@@ -28,8 +28,8 @@ from trencadis.core.device.packed_weights_file import packed_file
 from trencadis.core.device_shape_policy import Policy
 from trencadis.core.devices import choose
 from trencadis.core.engine.bucket_learning import OFF, BucketLearning, LearningSettings, PlanAccess
+from trencadis.core.engine.device_startup import DeviceStart
 from trencadis.core.engine.engine import Engine
-from trencadis.core.engine.graph_startup import DeviceStart
 from trencadis.core.engine.kv_offload_setup import open_block_pool, open_state_pool, with_host_blocks
 from trencadis.core.engine.request_trace import RequestTrace
 from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes
