@@ -19,7 +19,7 @@ from typing import Any, cast
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from trencadis.server.http.connection_limits import (
+from trencadis.server.http.event_loop_pacing import (
     HEAD_END,
     MAX_HEAD,
     MAX_READ,
