@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from tests.server.http.test_connection import CHAT, HEALTH, Site, answer, ended, post
-from trencadis.server.http import event_loop_pacing, h11_connection
+from trencadis.server.http import event_loop_pacing, h11_body_bounds, h11_connection
 
 
 @pytest.fixture
@@ -63,9 +63,9 @@ def test_after_an_early_answer_nothing_is_parsed(site: Any, monkeypatch: pytest.
         got = answer(s)
         assert b" 400 " in got
         taken: list[int] = []
-        usual = event_loop_pacing.BoundedConnection.receive_data
+        usual = h11_body_bounds.BoundedConnection.receive_data
         monkeypatch.setattr(
-            event_loop_pacing.BoundedConnection, "receive_data", lambda c, d: (taken.append(len(d)), usual(c, d))
+            h11_body_bounds.BoundedConnection, "receive_data", lambda c, d: (taken.append(len(d)), usual(c, d))
         )
         s.settimeout(5)
         assert s.recv(1) == b"", "the server has ended its side"
@@ -222,7 +222,7 @@ def test_pipelined_requests_begin_a_few_in_a_pass(site: Any, monkeypatch: pytest
 def test_bytes_behind_a_waiting_read_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy loop defers new requests, which other tenants' may overtake: the next read of a connection may not."""
     received: list[bytes] = []
-    monkeypatch.setattr(event_loop_pacing.BoundedConnection, "receive_data", lambda c, data: received.append(data))
+    monkeypatch.setattr(h11_body_bounds.BoundedConnection, "receive_data", lambda c, data: received.append(data))
 
     async def run() -> None:
         shared = event_loop_pacing.SharedLimits()
