@@ -101,7 +101,13 @@ BACKENDS = {
 
 TORCH: dict[str, frozenset[str]] = {
     "core/checkpoint": frozenset(
-        {"checkpoint_weight_source", "pytorch_bin", "quant_formats", "weight_file_reader", "weight_source_interface"}
+        {
+            "checkpoint_weight_source",
+            "pytorch_bin",
+            "quantised_tensor_readers",
+            "weight_file_reader",
+            "weight_source_interface",
+        }
     ),
     "core/device": frozenset({"backend", "launch_tensors"}),
     "core/engine": frozenset({"activation_profile", "device_startup", "engine_builder", "kv_offload_setup"}),

@@ -13,7 +13,7 @@ from torch import Tensor
 from trencadis.core.checkpoint.family import StoredNames
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.checkpoint.quant_config import canonical_name
-from trencadis.core.checkpoint.quant_formats import MARKS, READERS, RawWeight
+from trencadis.core.checkpoint.quantised_tensor_readers import MARKS, READERS, RawWeight
 from trencadis.core.checkpoint.weight_file_reader import FLOATS, DummyWeights
 from trencadis.core.checkpoint.weight_source_interface import StackedPart, StoredRows, stack
 from trencadis.core.device.backend import Backend

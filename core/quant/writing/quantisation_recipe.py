@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.quant_config import ONLINE_GROUP
-from trencadis.core.checkpoint.quant_formats import pack_words
+from trencadis.core.checkpoint.quantised_tensor_readers import pack_words
 from trencadis.core.json_types import JsonObject
 from trencadis.core.quant.online_quant import ScaleSearch
 from trencadis.core.quant.quantised_tensor import QTensor
