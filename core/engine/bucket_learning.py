@@ -50,8 +50,8 @@ from trencadis.core.shapes.cost_model import (
     Residual,
 )
 from trencadis.core.shapes.launch_costs import Costs
-from trencadis.core.shapes.learned_plan import KEPT_STAGES
 from trencadis.core.shapes.plan_change_rules import ChangeGuard, ChangeRate, PlanCosts
+from trencadis.core.shapes.plan_from_recorded_needs import KEPT_STAGES
 from trencadis.core.shapes.shape_need_recorder import NeedRecorder
 
 log = logging.getLogger("trencadis.engine")

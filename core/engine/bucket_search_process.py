@@ -31,8 +31,8 @@ from trencadis.core.shapes.cost_model import (
     parse_cost,
 )
 from trencadis.core.shapes.launch_costs import Costs
-from trencadis.core.shapes.learned_plan import GraphMemoryLimits, TooFewGraphs, learn_plan
 from trencadis.core.shapes.plan_change_rules import PlanCosts, price_periods
+from trencadis.core.shapes.plan_from_recorded_needs import GraphMemoryLimits, TooFewGraphs, learn_plan
 from trencadis.core.shapes.shape_need_histogram import NeedCell, NeedHistogram
 
 PATIENCE = 120.0

@@ -68,8 +68,8 @@ from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.shapes.bucket_options import read_bucket_options
 from trencadis.core.shapes.bucket_profile import list_set_stages, read_profile
 from trencadis.core.shapes.launch_costs import Costs, work_of
-from trencadis.core.shapes.learned_plan import KEPT_STAGES
 from trencadis.core.shapes.pipeline_partition import split_model
+from trencadis.core.shapes.plan_from_recorded_needs import KEPT_STAGES
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shapes.shape_need_recorder import NeedRecorder
 from trencadis.core.shapes.step_times_and_chunk_budget import StepTimes, chunk_sizes

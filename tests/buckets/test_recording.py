@@ -40,8 +40,8 @@ from trencadis.core.shapes.cost_model import (
     residuals_of,
 )
 from trencadis.core.shapes.launch_costs import Costs
-from trencadis.core.shapes.learned_plan import KEPT_STAGES
 from trencadis.core.shapes.plan_change_rules import ChangeRate, PlanCosts, judge
+from trencadis.core.shapes.plan_from_recorded_needs import KEPT_STAGES
 from trencadis.core.shapes.rectangular_launches import RowNeed
 from trencadis.core.shapes.shape_need_histogram import MAX_CELLS, NeedHistogram
 from trencadis.core.shapes.shape_need_recorder import PERIOD_SECONDS, PERIODS, RECENT_SECONDS, NeedRecorder
