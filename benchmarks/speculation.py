@@ -34,12 +34,12 @@ import llguidance
 from benchmarks.harness.reporting import report, table
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine_config import EngineConfig
+from trencadis.core.output_constraints import Rule
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.spec.spec_config import SpeculationConfig
 from trencadis.core.step import Step
 from trencadis.core.step_output import StepOutput
-from trencadis.core.structured_outputs import Rule
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 

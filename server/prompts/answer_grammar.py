@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonMapping
+from trencadis.core.output_constraints import Repetition, RepetitionDetectionParams, Rule, ThinkingBudget
 from trencadis.core.request import SamplingParams
-from trencadis.core.structured_outputs import Repetition, RepetitionDetectionParams, Rule, ThinkingBudget
 from trencadis.server.grammars import gbnf, grammar_writer
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.grammars.grammar_writer import BETWEEN, GrammarWriter, ToolFunction, WhitespaceRule

@@ -18,8 +18,8 @@ from tests.fakes.counting_engine import HELD, SLOW, STUCK, WORDS
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import Unavailable
 from trencadis.core.executor.engine_launcher import spawn_engine
+from trencadis.core.output_constraints import Rule
 from trencadis.core.request import Delta, Request, SamplingParams
-from trencadis.core.structured_outputs import Rule
 from trencadis.server.engine import request_link
 from trencadis.server.engine.supervisor import Supervisor
 

@@ -16,9 +16,9 @@ from trencadis.backends.cuda.launches.input_buffers import buffer_bytes
 from trencadis.backends.hpu.launches import hpu_inputs as hpu
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs
+from trencadis.core.output_constraints import Repetition, Rule, ThinkingBudget, repeats
 from trencadis.core.request import SamplingParams
 from trencadis.core.step import Opening, Sample
-from trencadis.core.structured_outputs import Repetition, Rule, ThinkingBudget, repeats
 from trencadis.core.token_masks.grammar_matcher import GrammarMatcher
 from trencadis.core.token_masks.matcher_manager import ChoiceMasks, MatcherManager
 from trencadis.core.token_masks.token_rule_matchers import BadWords, ThinkingMatcher

@@ -26,9 +26,9 @@ from trencadis.core.errors import Unavailable
 from trencadis.core.executor import multiproc_executor
 from trencadis.core.executor.engine_launcher import spawn_engine
 from trencadis.core.media_spans import MediaSpan
+from trencadis.core.output_constraints import Rule
 from trencadis.core.process import child_process, engine_messages
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.structured_outputs import Rule
 from trencadis.multimodal.decode_workers.worker_process import WorkerProcess
 from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 from trencadis.server.engine import request_link, supervisor
