@@ -33,8 +33,8 @@ usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server 
 """
 
 MODULES = {
-    "chat": "trencadis.server.cli.chat_command",
-    "complete": "trencadis.server.cli.chat_command:complete_main",
+    "chat": "trencadis.server.cli.chat_and_complete_commands",
+    "complete": "trencadis.server.cli.chat_and_complete_commands:complete_main",
     "run-batch": "trencadis.server.cli.run_batch",
     "bench": "trencadis.server.bench.bench_command",
     "plan": "trencadis.server.plan.plan_command",

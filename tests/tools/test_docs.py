@@ -21,7 +21,7 @@ from trencadis.assets import demo_path
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
 from trencadis.server.bench import bench_command as bench
-from trencadis.server.cli import chat_command, check_accuracy, check_backend, check_device, quantize
+from trencadis.server.cli import chat_and_complete_commands, check_accuracy, check_backend, check_device, quantize
 from trencadis.server.cli import run_batch as batch
 from trencadis.server.config import command_line_parser
 from trencadis.server.plan import plan_command as plan
@@ -166,7 +166,7 @@ def own_flags(command: Command) -> None:
         memory = [] if command.typed else ["--memory", "96GiB"]
         command_line_parser.parse(plan._parse_options([*words, *memory])[1])
     elif name == "chat":
-        chat_command.parse_arguments(words)
+        chat_and_complete_commands.parse_arguments(words)
     elif name == "quantize":
         given = quantize.parse(words)
         assert len(given.names) == 2 and quantize.check_options(given.values), command
