@@ -55,13 +55,14 @@ _FORMER_MODULES = {
         core.checkpoint.pooler_config""",
     "core.checkpoint.pytorch_bin": """
         core.checkpoint.archive core.checkpoint.zip_directory core.models.bin_file core.models.pytorch_bin""",
-    "core.checkpoint.quant_formats": """
+    "core.checkpoint.quantised_tensor_readers": """
         core.checkpoint.formats core.checkpoint.formats.awq core.checkpoint.formats.bit_packing
         core.checkpoint.formats.compressed_tensors core.checkpoint.formats.format_table core.checkpoint.formats.fp8
-        core.checkpoint.formats.gptq core.checkpoint.formats.mxfp4 core.checkpoint.formats.raw_weight core.quant.formats
-        core.quant.formats.awq core.quant.formats.bit_packing core.quant.formats.compressed_tensors
-        core.quant.formats.format_table core.quant.formats.fp8 core.quant.formats.gptq core.quant.formats.raw
-        core.quant.formats.raw_weight core.quant.formats.table core.quant.formats.words""",
+        core.checkpoint.formats.gptq core.checkpoint.formats.mxfp4 core.checkpoint.formats.raw_weight
+        core.checkpoint.quant_formats core.quant.formats core.quant.formats.awq core.quant.formats.bit_packing
+        core.quant.formats.compressed_tensors core.quant.formats.format_table core.quant.formats.fp8
+        core.quant.formats.gptq core.quant.formats.raw core.quant.formats.raw_weight core.quant.formats.table
+        core.quant.formats.words""",
     "core.checkpoint.state_dict_pickle": "core.checkpoint.opcodes core.checkpoint.pickle_reader",
     "core.checkpoint.weight_file_reader": "core.checkpoint.weight_loader core.models.loader core.models.weight_loader",
     "core.checkpoint.weight_prefetch": "core.checkpoint.prefetch",
@@ -108,6 +109,7 @@ _FORMER_MODULES = {
     "core.models.moe": "core.layers.experts core.layers.moe",
     "core.models.per_layer_embeddings": "core.models.layer_inputs",
     "core.models.pooler": "core.layers.pooler",
+    "core.output_constraints": "core.constraints core.structured_outputs",
     "core.quant.online_quant": "core.quant.online",
     "core.quant.quantised_tensor": "core.quant.tensor",
     "core.quant.weight_storage_format": "core.quant.scheme",
@@ -118,7 +120,6 @@ _FORMER_MODULES = {
     "core.request": "core.adapter_ref",
     "core.spec.draft_proposer": "core.spec.draft_source",
     "core.startup_progress_and_warmup_pacing": "core.progress core.startup_progress",
-    "core.structured_outputs": "core.constraints",
     "core.token_masks": "core.masks",
     "core.vision_config": "core.checkpoint.vision_config",
     "core.weight_files": "core.models.weight_files",
@@ -190,7 +191,7 @@ _FORMER_MODULES = {
     "multimodal.vit.vision_language_config": """
         multimodal.hf_text_config multimodal.texts multimodal.tiles.fields multimodal.vit.hf_vision_config""",
     "multimodal.vit.vit_block": "multimodal.vit_block",
-    "multimodal.vit.vit_config": "multimodal.vit multimodal.vit.base_config",
+    "multimodal.vit.vit_sizes": "multimodal.vit multimodal.vit.base_config multimodal.vit.vit_config",
     "server.text.incremental_parser": "server.text.incremental",
     "server.tools.json_tool_parsers": "server.tools.hermes server.tools.llama3 server.tools.mistral",
     "server.tools.parser_registry": """

@@ -1,4 +1,4 @@
-"""``chat_and_complete_commands``, vLLM's flags of ``chat_and_complete_commands``, and ``collect-env``, which shows no secret."""
+"""``trencadis chat`` and ``complete``, vLLM's flags of ``chat``, and ``collect-env``, which shows no secret."""
 
 from __future__ import annotations
 
