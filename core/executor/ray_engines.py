@@ -26,8 +26,8 @@ from trencadis.core.executor.nodes_launcher import tls_files
 from trencadis.core.executor.rank_info import compute_rank_fingerprint
 from trencadis.core.links.authenticated_link import Relay
 from trencadis.core.links.group_key import GroupKey
-from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.message_link import LinkClosed, PlainLink, shut_socket
+from trencadis.core.links.rank_listener import AuthListener
 from trencadis.core.process import engine_messages
 from trencadis.core.process.child_process import environment
 

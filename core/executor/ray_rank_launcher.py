@@ -24,8 +24,8 @@ from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.executor.rank_launcher import RemoteRankState
 from trencadis.core.executor.ray_cluster import ClusterNode
 from trencadis.core.links.group_key import GroupKey
-from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.message_link import Link
+from trencadis.core.links.rank_listener import AuthListener
 from trencadis.core.links.rank_placement import Topology
 
 

@@ -19,8 +19,8 @@ from trencadis.core.executor.nodes_launcher import NodesLauncher
 from trencadis.core.executor.rank_info import RankFingerprint, RankInfo, compute_rank_fingerprint
 from trencadis.core.links.authenticated_link import HeartbeatThread, KeyedLink
 from trencadis.core.links.group_key import GroupKey, TlsFiles
-from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.message_link import LinkClosed
+from trencadis.core.links.rank_listener import AuthListener
 from trencadis.core.links.rank_placement import Topology
 
 FACTORY = "tests.fakes.ranks:make"
