@@ -61,7 +61,7 @@ from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.decoder_layer import choose_timed_part
 from trencadis.core.process import torch_detection
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler, ModelDrafts
-from trencadis.core.scheduling.encoder_scheduler import EncoderCache
+from trencadis.core.scheduling.encoder_cache import EncoderCache
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits

@@ -22,8 +22,8 @@ from trencadis.core.kv.recurrent_state_pool import StatePool
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.scheduling import step_builder
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
+from trencadis.core.scheduling.encoder_cache import EncoderCache
 from trencadis.core.scheduling.encoder_scheduler import (
-    EncoderCache,
     EncoderScheduler,
     VisionBuilder,
     bidirectional_spans,
