@@ -13,7 +13,7 @@ from trencadis.core.device.backend import Backend
 from trencadis.core.errors import StartupError, format_error, is_out_of_memory
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS
-from trencadis.core.memory.ledger import MemoryInUse
+from trencadis.core.memory.memory_split import MemoryInUse
 
 
 class MemoryMeter:
