@@ -58,7 +58,7 @@ def _start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
         log.warning("%s", line)
     rank_topology = topology(config, os.environ)
     if not rank_topology.leads:
-        from trencadis.core.executor.engine_connection import run_headless
+        from trencadis.core.executor.headless_ranks import run_headless
 
         raise SystemExit(run_headless(config, rank_topology, os.environ, again=False))
     for line in torch_detection.prepare_device_env(config.device, world=rank_topology.here).lines:

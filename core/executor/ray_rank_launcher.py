@@ -18,7 +18,7 @@ from trencadis.core.devices import CARD_VARIABLES, RESOURCES, likely
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages, ray_cluster
-from trencadis.core.executor.engine_connection import HeadlessRanks
+from trencadis.core.executor.headless_ranks import HeadlessRanks
 from trencadis.core.executor.nodes_launcher import RemoteRank, tls_files
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.executor.rank_launcher import RemoteRankState

@@ -18,7 +18,7 @@ from tests.fakes.ranks import full_step
 from tests.links.peers import Peer, group_at, nothing_stays, recorded, start
 from tests.operations.test_tls import certificate, needs_openssl
 from trencadis.core.errors import StartupError
-from trencadis.core.executor import engine_connection, rank_messages
+from trencadis.core.executor import headless_ranks, rank_messages
 from trencadis.core.executor.rank_info import (
     RankFingerprint,
     checkpoint_digest,
@@ -124,7 +124,7 @@ def test_a_claim_that_was_overheard_is_of_no_use(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_rank_with_another_key_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_connection, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(headless_ranks, "RETRY_SECONDS", 0.01)
     auth_listener = AuthListener(("127.0.0.1", 0), GroupKey.generate(), [1])
     peer = Peer(GroupKey.generate(), auth_listener.address, 1)
     peer.thread.join(5)
