@@ -38,7 +38,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.engine_stats import EngineInfo
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.executor_interface import Executor
-from trencadis.core.executor.nodes_launcher import NodesLauncher, open_listener
+from trencadis.core.executor.multi_node_launcher import NodesLauncher, open_listener
 from trencadis.core.executor.rank_info import RankInfo, check_size, requested_threads, threads_of
 from trencadis.core.executor.rank_launcher import Launcher, LocalLauncher
 from trencadis.core.executor.rendezvous import serve_store

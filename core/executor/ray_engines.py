@@ -22,7 +22,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages, ray_broker
 from trencadis.core.executor.engine_launcher import RAY_TOKEN, EngineHandle, EngineProcessHandle
-from trencadis.core.executor.nodes_launcher import tls_files
+from trencadis.core.executor.multi_node_launcher import tls_files
 from trencadis.core.executor.rank_info import compute_rank_fingerprint
 from trencadis.core.links.authenticated_link import Relay
 from trencadis.core.links.group_key import GroupKey

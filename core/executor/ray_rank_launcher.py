@@ -19,7 +19,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages, ray_cluster
 from trencadis.core.executor.headless_ranks import HeadlessRanks
-from trencadis.core.executor.nodes_launcher import RemoteRank, tls_files
+from trencadis.core.executor.multi_node_launcher import RemoteRank, tls_files
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.executor.rank_launcher import RemoteRankState
 from trencadis.core.executor.ray_cluster import ClusterNode
