@@ -209,7 +209,7 @@ class Policy:
         joined_adapters: one A and one B hold the adapters of all slots and of all parts of a fused matrix
             (core/memory/weight_bytes.py), and the numbers of slots are repeated for each of their columns.
         adapters: text buckets have the variant ``LORA``, whose launches have ``TextTensors.adapter``.
-        stages: the backend has a ``pipe`` (core/launches/stage_transfer.py) if ``BackendConfig.stages`` is above 1.
+        stages: the backend has a ``pipe`` (core/launches/pipeline_transfer.py) if ``BackendConfig.stages`` is above 1.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]

@@ -46,7 +46,7 @@ from trencadis.core.launches.persistent_tensors import (
     sampler_state,
     stream_rows,
 )
-from trencadis.core.launches.stage_transfer import LAST
+from trencadis.core.launches.pipeline_transfer import LAST
 from trencadis.core.lora.adapter_store import open_store
 from trencadis.core.memory import graph_measurements
 from trencadis.core.memory.cache_plan import CachePlan

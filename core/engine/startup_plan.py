@@ -19,7 +19,7 @@ from trencadis.core.graph_plan_report import LedgerRow
 from trencadis.core.host_memory import gib
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.launches.launch_splitter import plan_wide_variants
-from trencadis.core.launches.stage_transfer import own_plan
+from trencadis.core.launches.pipeline_transfer import own_plan
 from trencadis.core.memory import draft_estimate, weight_offload
 from trencadis.core.memory import graph_selection as budget
 from trencadis.core.memory.cache_plan import (
