@@ -50,7 +50,7 @@ from trencadis.core.launches.pipeline_transfer import LAST
 from trencadis.core.lora.adapter_store import open_store
 from trencadis.core.memory import graph_measurements
 from trencadis.core.memory.cache_plan import CachePlan
-from trencadis.core.memory.draft_estimate import with_draft_keys
+from trencadis.core.memory.draft_memory_estimate import with_draft_keys
 from trencadis.core.memory.graph_selection import GraphPrice, prices_by
 from trencadis.core.memory.kv_cache_size import requested_kv_bytes
 from trencadis.core.memory.launch_memory import costliest_buckets

@@ -54,7 +54,7 @@ from trencadis.core.links.rank_placement import RAY, Topology, topology
 from trencadis.core.lora.adapter_store import open_store
 from trencadis.core.memory import graph_measurements, weight_offload
 from trencadis.core.memory.cache_plan import CacheOptions, CachePlan, plan_cpu
-from trencadis.core.memory.estimate import SPARE_SLOTS, MemoryEstimator, arena_width, row_blocks
+from trencadis.core.memory.memory_estimator import SPARE_SLOTS, MemoryEstimator, arena_width, row_blocks
 from trencadis.core.memory.weight_bytes import adapter_bytes, host_adapters, slot_sizes
 from trencadis.core.models import model_loader
 from trencadis.core.models.decoder import Decoder

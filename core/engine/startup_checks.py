@@ -23,7 +23,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import can_share
 from trencadis.core.kv_cache_format import kv_notes
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.memory.weight_bytes import weight_notes
 from trencadis.core.memory.weight_offload import check_offload
 from trencadis.core.shapes.pipeline_partition import check_ranks

@@ -20,7 +20,7 @@ from trencadis.core.host_memory import gib
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.launches.launch_splitter import plan_wide_variants
 from trencadis.core.launches.pipeline_transfer import own_plan
-from trencadis.core.memory import draft_estimate, weight_offload
+from trencadis.core.memory import draft_memory_estimate, weight_offload
 from trencadis.core.memory import graph_selection as budget
 from trencadis.core.memory.cache_plan import (
     NO_STATES,
@@ -32,12 +32,12 @@ from trencadis.core.memory.cache_plan import (
     plan_cpu,
     plan_states,
 )
-from trencadis.core.memory.estimate import MemoryEstimator, estimate_memory_in_use
 from trencadis.core.memory.graph_measurements import Measurements
 from trencadis.core.memory.graph_selection import GraphPrice, GraphSelection
 from trencadis.core.memory.kv_cache_size import check_requested_kv, kv_flag, requested_kv_bytes
 from trencadis.core.memory.launch_memory import attending, costliest_buckets
 from trencadis.core.memory.ledger import Ledger, unused_line
+from trencadis.core.memory.memory_estimator import MemoryEstimator, estimate_memory_in_use
 from trencadis.core.memory.memory_split import (
     POOLS,
     DeviceTooSmall,
@@ -189,7 +189,11 @@ class DryRun:
             slot_sizes(asked, policy.joined_adapters),
             policy.decoded,
         )
-        return found if self.draft is None or not policy.rules else draft_estimate.with_draft_sizes(found, self.draft)
+        return (
+            found
+            if self.draft is None or not policy.rules
+            else draft_memory_estimate.with_draft_sizes(found, self.draft)
+        )
 
     @property
     def multimodal(self) -> bool:
@@ -284,7 +288,7 @@ class DryRun:
         plan = own_plan(make_plan(self.policy, limits, self.bucket_options, self.model), self.model.share)
         if self.draft is None or not self.policy.rules:
             return plan
-        return draft_estimate.with_drafting_buckets(plan, self.draft)
+        return draft_memory_estimate.with_drafting_buckets(plan, self.draft)
 
     def _learn(self, plan: Plan) -> Plan:
         """Returns the plan of ``--bucket-profile``; without one, or if it is still to be made, ``plan``."""
@@ -359,7 +363,7 @@ class DryRun:
         held = found.num_blocks + RESERVED_BLOCKS
         kv = held * self.estimator.block_bytes(limits.block_size)
         if self.draft is not None:
-            draft = draft_estimate.drafting_estimator(self.estimator, self.draft)
+            draft = draft_memory_estimate.drafting_estimator(self.estimator, self.draft)
             keys = held * draft.block_bytes(limits.block_size)
             taken = dataclasses.replace(taken, draft_weights=draft.weights(), draft_kv=keys)
         shared = (self.device.ranks - 1) * (taken.taken - taken.others + kv)
@@ -381,7 +385,7 @@ class DryRun:
                     f"{flag} holds {memory_split.blocks} blocks; one request of --max-model-len {limits.max_model_len} "
                     f"needs {limits.row_blocks}, padding {RESERVED_BLOCKS} more."
                 )
-        return Ledger(taken, draft_estimate.with_draft_keys(memory_split, self.estimator, limits.block_size))
+        return Ledger(taken, draft_memory_estimate.with_draft_keys(memory_split, self.estimator, limits.block_size))
 
     def _holds(self, limits: ShapeLimits, settings: GraphSettings) -> bool:
         """Returns True if the KV cache holds one full-length request under ``limits``."""
@@ -420,7 +424,7 @@ class DryRun:
         )
         taken = dataclasses.replace(taken, weights=taken.weights - moved.bytes, copies=copies + moved.buffers)
         taken = dataclasses.replace(taken, activations=self._activations(plan, limits)[0])
-        taken = draft_estimate.with_draft_memory(taken, self.estimator, plan, limits)
+        taken = draft_memory_estimate.with_draft_memory(taken, self.estimator, plan, limits)
         return dataclasses.replace(taken, recurrent=self._plan_states(taken, limits).bytes)
 
     def _states(self, plan: Plan, limits: ShapeLimits) -> StatePlan:

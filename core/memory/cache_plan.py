@@ -18,8 +18,8 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS, head_bytes
-from trencadis.core.memory.draft_estimate import HeadEstimator
-from trencadis.core.memory.estimate import arena_width
+from trencadis.core.memory.draft_memory_estimate import HeadEstimator
+from trencadis.core.memory.memory_estimator import arena_width
 from trencadis.core.memory.memory_split import DeviceTooSmall
 from trencadis.core.memory.weight_bytes import quantisation_excess
 from trencadis.core.shapes.launch_costs import layers_values

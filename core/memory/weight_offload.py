@@ -16,7 +16,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.graph_plan_report import LedgerRow
 from trencadis.core.host_memory import gib
 from trencadis.core.memory import kv_cache_size
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 
 BUFFERS = 2
 """Number of layer buffers on the device: one layer is computed while the next is copied."""

@@ -34,7 +34,7 @@ from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.errors import StartupError
 from trencadis.core.launch_inputs import StepInputs
 from trencadis.core.launches.host_inputs import own_positions
-from trencadis.core.memory import estimate
+from trencadis.core.memory import memory_estimator
 
 Make = Callable[..., Any]
 
@@ -400,7 +400,7 @@ def test_limits_of_the_fused_kernel_are_the_emulators() -> None:
 
 
 def test_the_ledger_counts_with_the_same_sizes() -> None:
-    assert (HpuSettings.context_slice, attention_softmax.QUERY_TILE) == (estimate.SLICE, estimate.TILE)
+    assert (HpuSettings.context_slice, attention_softmax.QUERY_TILE) == (memory_estimator.SLICE, memory_estimator.TILE)
     assert attention_softmax.QUERY_TILE % prefill_attention.CAUSAL_STEP == 0
 
 

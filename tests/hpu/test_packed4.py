@@ -22,7 +22,7 @@ from trencadis.backends.hpu.launches.region_compiler import part
 from trencadis.backends.hpu.shape_policy import policy
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.memory.weight_bytes import largest_dequantised_bytes
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.online_quant import quantise

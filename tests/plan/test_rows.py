@@ -21,7 +21,7 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds
 from trencadis.core.device_shape_policy import GraphMemory, InputSizes
 from trencadis.core.launches.persistent_tensors import allocate_persistent
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.models import model_loader
 from trencadis.core.vision_config import SlotForm
 from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig

@@ -33,7 +33,7 @@ from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_tensor import QTensor

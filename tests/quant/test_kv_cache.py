@@ -30,7 +30,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS, parse_kv_format
 from trencadis.core.launches.persistent_tensors import kv_cache
 from trencadis.core.memory import cache_plan
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.models import kv_cache_codes
 from trencadis.core.models.model_loader import load_model
 from trencadis.server.cli.main import main

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import LORA, Bucket, Stage, drafting_bucket, is_drafting, padded_tokens, target_bucket
 from trencadis.core.media_spans import RESERVED_ROWS
-from trencadis.core.memory.estimate import MemoryEstimator, estimate_memory_in_use, state_slots
 from trencadis.core.memory.graph_selection import GraphPrice
+from trencadis.core.memory.memory_estimator import MemoryEstimator, estimate_memory_in_use, state_slots
 from trencadis.core.memory.memory_split import MemoryInUse, MemorySplit
 from trencadis.core.shapes.bucket_planner import pruned, without_launch_cost
 from trencadis.core.shapes.shape_limits import ShapeLimits
