@@ -52,7 +52,7 @@ from trencadis.core.memory import graph_measurements
 from trencadis.core.memory.cache_plan import CachePlan
 from trencadis.core.memory.draft_memory_estimate import with_draft_keys
 from trencadis.core.memory.graph_selection import GraphPrice, prices_by
-from trencadis.core.memory.kv_cache_size import requested_kv_bytes
+from trencadis.core.memory.kv_cache_and_offload_size import requested_kv_bytes
 from trencadis.core.memory.launch_memory import costliest_buckets
 from trencadis.core.memory.memory_split import MemoryInUse, MemorySplit, check_capacity, divide_memory
 from trencadis.core.memory.weight_bytes import slot_sizes

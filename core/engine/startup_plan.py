@@ -34,7 +34,7 @@ from trencadis.core.memory.cache_plan import (
 )
 from trencadis.core.memory.graph_measurements import Measurements
 from trencadis.core.memory.graph_selection import GraphPrice, GraphSelection
-from trencadis.core.memory.kv_cache_size import check_requested_kv, kv_flag, requested_kv_bytes
+from trencadis.core.memory.kv_cache_and_offload_size import check_requested_kv, kv_flag, requested_kv_bytes
 from trencadis.core.memory.launch_memory import attending, costliest_buckets
 from trencadis.core.memory.ledger import Ledger, unused_line
 from trencadis.core.memory.memory_estimator import MemoryEstimator, estimate_memory_in_use

@@ -15,7 +15,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.graph_plan_report import LedgerRow
 from trencadis.core.host_memory import gib
-from trencadis.core.memory import kv_cache_size
+from trencadis.core.memory import kv_cache_and_offload_size
 from trencadis.core.memory.memory_estimator import MemoryEstimator
 
 BUFFERS = 2
@@ -114,7 +114,7 @@ def notes(config: EngineConfig, estimator: MemoryEstimator) -> list[str]:
 
 def check_offload(config: EngineConfig, policy: Policy, device: str) -> None:
     """Raises StartupError if the device does not support a requested kind of offloading."""
-    kv_cache_size.check_kv_offload(config, policy, device)
+    kv_cache_and_offload_size.check_kv_offload(config, policy, device)
     check_weight_offload(config, policy, device)
 
 
@@ -122,9 +122,9 @@ def offload_rows(config: EngineConfig, estimator: MemoryEstimator, block_size: i
     """Returns the bytes of each kind, over all ranks."""
     block, ranks = estimator.block_bytes(block_size), estimator.ranks
     weights = plan_offload(config, estimator).bytes
-    states = kv_cache_size.count_host_states(config, estimator.model, estimator.itemsize, ranks)
-    whole = kv_cache_size.on_all_stages(estimator.model, block)
-    blocks = kv_cache_size.host_block_count(config, whole, ranks, states=states)
+    states = kv_cache_and_offload_size.count_host_states(config, estimator.model, estimator.itemsize, ranks)
+    whole = kv_cache_and_offload_size.on_all_stages(estimator.model, block)
+    blocks = kv_cache_and_offload_size.host_block_count(config, whole, ranks, states=states)
     own = states.slots * estimator.slot_bytes() * ranks
     found = (("weights", weights * ranks), ("KV cache", blocks * block * ranks), ("recurrent states", own))
     return tuple(LedgerRow(name, held) for name, held in found if held)
@@ -132,8 +132,11 @@ def offload_rows(config: EngineConfig, estimator: MemoryEstimator, block_size: i
 
 def offload_notes(config: EngineConfig, estimator: MemoryEstimator, block_size: int) -> list[str]:
     """Returns a line about each kind."""
-    block, ranks = kv_cache_size.on_all_stages(estimator.model, estimator.block_bytes(block_size)), estimator.ranks
-    states = kv_cache_size.count_host_states(config, estimator.model, estimator.itemsize, ranks)
-    blocks = kv_cache_size.host_block_count(config, block, ranks, states=states)
-    lines = [kv_cache_size.format_note(blocks, block, block_size, ranks, states)] if blocks else []
+    block, ranks = (
+        kv_cache_and_offload_size.on_all_stages(estimator.model, estimator.block_bytes(block_size)),
+        estimator.ranks,
+    )
+    states = kv_cache_and_offload_size.count_host_states(config, estimator.model, estimator.itemsize, ranks)
+    blocks = kv_cache_and_offload_size.host_block_count(config, block, ranks, states=states)
+    lines = [kv_cache_and_offload_size.format_note(blocks, block, block_size, ranks, states)] if blocks else []
     return [*notes(config, estimator), *lines]
