@@ -58,7 +58,7 @@ from trencadis.core.device.backend import (
     Weight,
     slots_at,
 )
-from trencadis.core.models import kv_cache_codes
+from trencadis.core.models import kv_cache_quantisation
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.vision_config import WINDOW_SLOTS
 
@@ -495,5 +495,5 @@ def _group(q: Tensor, kv: LayerKV, group: Group, scale: float) -> Tensor:
 def stored_at(kv: LayerKV, where: Where, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns keys and values [L, g, d] of these slots, in ``dtype``; views of the cache if possible."""
     if kv.k_scale is not None:
-        return kv_cache_codes.read_slots(kv, where, dtype)
+        return kv_cache_quantisation.read_slots(kv, where, dtype)
     return slots_at(kv.k, where), slots_at(kv.v, where)
