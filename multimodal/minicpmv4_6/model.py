@@ -12,9 +12,9 @@ from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Rotary, Segments, VisionTensors
 from trencadis.core.launch_inputs import VisionInputs
+from trencadis.core.models.decoder_with_vision_tower import TowerDecoder
 from trencadis.core.models.linear_and_embedding import Linear
 from trencadis.core.models.mlp_and_norms import norm_of
-from trencadis.core.models.tower_decoder import TowerDecoder
 from trencadis.core.step import Encode
 from trencadis.core.vision_config import WINDOW_SLOTS
 from trencadis.multimodal.minicpmv4_6.config import SIDE, WINDOW, MiniCPMVisionConfig
