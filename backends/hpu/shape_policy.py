@@ -27,7 +27,7 @@ from trencadis.core.device_shape_policy import (
 )
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import FP8, INT8
-from trencadis.core.quant.weight_storage_format import FLOATS8
+from trencadis.core.quant.quantisation_scheme import FLOATS8
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.shapes.launch_costs import Costs
 from trencadis.core.vision_config import WINDOW_SLOTS

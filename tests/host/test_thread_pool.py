@@ -25,7 +25,7 @@ from trencadis.backends.cpu.native.threads_on_busy_cpus import ThreadUse, run_de
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.weight_storage_format import Scheme
+from trencadis.core.quant.quantisation_scheme import Scheme
 
 pytestmark = pytest.mark.skipif(not kernel_kinds.OWN, reason="own kernels do not run on this CPU")
 MILLISECOND = 1_000_000
