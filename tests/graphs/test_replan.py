@@ -37,7 +37,7 @@ from trencadis.core.graphs.live_plan_change import PlanChange
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.memory.graph_selection import GraphPrice
 from trencadis.core.shapes.bucket_profile import read_profile
-from trencadis.core.shapes.cost_model import LaunchTime, LaunchTimes, MeasuredCosts, residuals_of
+from trencadis.core.shapes.measured_launch_times import LaunchTime, LaunchTimes, MeasuredCosts, residuals_of
 from trencadis.core.shapes.plan_from_recorded_needs import KEPT_STAGES, learn_plan
 from trencadis.core.shapes.shape_need_histogram import NeedHistogram
 
