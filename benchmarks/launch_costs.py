@@ -3,7 +3,8 @@
 python -m benchmarks.launch_costs [--model demo|half] [--device cpu] [--requests 200] [--seeds 3] [--threads 2]
 
 An engine serves random requests; every launch is measured on the device (``core/graphs/graph_manager.LaunchTimer``).
-The model (``core/shapes/measured_launch_times.py``) is fitted to a random half of the launches, and the other half is predicted.
+The model (``core/shapes/measured_launch_times.py``) is fitted to a random half of the launches, and the other half is
+predicted.
 *Polynomial* is that of the planner, scaled by the same launches. Errors are relative, of single launches.
 """
 

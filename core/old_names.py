@@ -101,7 +101,8 @@ _FORMER_MODULES = {
         core.layers.cross_attention core.layers.crossing core.models.cross_attention core.models.cross_attention_decoder
         core.models.crossing""",
     "core.models.interface": "core.layers.model_interface",
-    "core.models.kv_cache_codes": "core.layers.kv_cache_codes core.quant.kv_cache_codes core.quant.kv_codes",
+    "core.models.kv_cache_quantisation": """
+        core.layers.kv_cache_codes core.models.kv_cache_codes core.quant.kv_cache_codes core.quant.kv_codes""",
     "core.models.linear_and_embedding": """
         core.layers.apart core.layers.embedding core.layers.linear core.layers.replicated core.models.embedding
         core.models.linear""",
@@ -111,10 +112,11 @@ _FORMER_MODULES = {
     "core.models.pooler": "core.layers.pooler",
     "core.output_constraints": "core.constraints core.structured_outputs",
     "core.quant.online_quant": "core.quant.online",
+    "core.quant.quantisation_scheme": "core.quant.scheme core.quant.weight_storage_format",
     "core.quant.quantised_tensor": "core.quant.tensor",
-    "core.quant.weight_storage_format": "core.quant.scheme",
     "core.quant.writing.convert_checkpoint": "core.quant.writing.convert",
-    "core.quant.writing.layer_rounding": "core.quant.writing.gptq core.quant.writing.rounding",
+    "core.quant.writing.gptq_rounding": """
+        core.quant.writing.gptq core.quant.writing.layer_rounding core.quant.writing.rounding""",
     "core.quant.writing.safetensors_writer": "core.quant.writing.files",
     "core.quant.writing.source_checkpoint": "core.quant.writing.stored",
     "core.request": "core.adapter_ref",
