@@ -17,8 +17,8 @@ from trencadis.core.models.mlp_and_norms import norm_of
 from trencadis.core.step import Encode
 from trencadis.multimodal.lfm2_vl.config import Lfm2VisionConfig, add_resized_positions
 from trencadis.multimodal.lfm2_vl.processor import load_normalisation
-from trencadis.multimodal.normalisation import PixelNormalisation
 from trencadis.multimodal.patch_packing import pack_whole_images
+from trencadis.multimodal.pixel_normalisation import PixelNormalisation
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS
 from trencadis.multimodal.vit.tile_vision_model import CELL_EPS
 from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift

@@ -29,8 +29,8 @@ from trencadis.core.models.linear_and_embedding import (
 )
 from trencadis.core.models.mlp_and_norms import Norm, norm_of
 from trencadis.core.step import Encode
-from trencadis.multimodal.normalisation import CLIP, PixelNormalisation
 from trencadis.multimodal.patch_packing import pack_whole_images
+from trencadis.multimodal.pixel_normalisation import CLIP, PixelNormalisation
 from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
 from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, run_blocks, scale_and_shift

@@ -30,8 +30,8 @@ from trencadis.core.models.linear_and_embedding import (
 )
 from trencadis.core.models.mlp_and_norms import LayerNorm
 from trencadis.core.step import Encode
-from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation
 from trencadis.multimodal.patch_packing import pack_whole_images
+from trencadis.multimodal.pixel_normalisation import IMAGENET_STANDARD, PixelNormalisation
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
 from trencadis.multimodal.qwen3_vl.config import CHANNELS, FRAMES, DeepStackVisionConfig, add_interpolated_positions
 from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift
