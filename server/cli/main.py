@@ -38,10 +38,10 @@ MODULES = {
     "run-batch": "trencadis.server.cli.run_batch",
     "bench": "trencadis.server.bench.bench_command",
     "plan": "trencadis.server.plan.plan_command",
-    "quantize": "trencadis.server.cli.quantize",
-    "merge-lora": "trencadis.server.cli.quantize:merge_lora_main",
-    "check-backend": "trencadis.server.cli.check_backend",
-    "check-model": "trencadis.server.cli.check_backend:check_model_main",
+    "quantize": "trencadis.server.cli.quantize_and_merge_lora_commands",
+    "merge-lora": "trencadis.server.cli.quantize_and_merge_lora_commands:merge_lora_main",
+    "check-backend": "trencadis.server.cli.check_backend_and_model_commands",
+    "check-model": "trencadis.server.cli.check_backend_and_model_commands:check_model_main",
     "check-accuracy": "trencadis.server.cli.check_accuracy",
     "key": "trencadis.server.tenants.tenant_registry:print_new_key",
     "models": "trencadis.server.cli.list_models",
@@ -96,8 +96,7 @@ def serve_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(words: Sequence[str]) -> int:
-    from trencadis.server.config import command_line_parser
-    from trencadis.server.config import help_text
+    from trencadis.server.config import command_line_parser, help_text
 
     if words in (["--version"], ["-V"]):
         print(__version__)
