@@ -146,14 +146,16 @@ _FORMER_MODULES = {
     "multimodal.llava.family": "multimodal.llava.clip multimodal.llava.clip_config multimodal.llava.config",
     "multimodal.llava_next.family": "multimodal.llava_next.config",
     "multimodal.media_options": "multimodal.images.limits multimodal.images.mm_processor_kwargs multimodal.options",
-    "multimodal.media_tasks": "multimodal.async_gather multimodal.gather multimodal.media_timing multimodal.stages",
+    "multimodal.media_timing_and_concurrency": """
+        multimodal.async_gather multimodal.gather multimodal.media_tasks multimodal.media_timing multimodal.stages""",
     "multimodal.media_uuids": "multimodal.uuids",
     "multimodal.mllama": "multimodal.mllama_tower multimodal.stacks",
     "multimodal.mllama.config": "multimodal.mllama_tower.config multimodal.stacks.config",
     "multimodal.mllama.model": "multimodal.mllama_tower.model multimodal.stacks.model",
-    "multimodal.normalisation": "multimodal.colours multimodal.tiles.fine multimodal.vit.fixed_point_pixels",
     "multimodal.patch_packing": "multimodal.grids multimodal.packing multimodal.patch_grids",
     "multimodal.phi3_v.family": "multimodal.phi3_v.config",
+    "multimodal.pixel_normalisation": """
+        multimodal.colours multimodal.normalisation multimodal.tiles.fine multimodal.vit.fixed_point_pixels""",
     "multimodal.pixtral": "multimodal.lines multimodal.mistral3 multimodal.pixtral_tower",
     "multimodal.pixtral.config": """
         multimodal.lines.config multimodal.pixtral.fields multimodal.pixtral.names multimodal.pixtral.pixtral_hf_config
