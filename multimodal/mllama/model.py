@@ -115,7 +115,7 @@ class MllamaVisionBlock(ViTBlock):
 
 
 class MllamaModel(CrossAttentionDecoder):
-    """``core.models.interface.VisionModel`` with Mllama's tower; ``pixel_normalisation``: of the checkpoint's processor."""
+    """``core.models.interface.VisionModel`` with Mllama's tower; ``normalisation``: of the checkpoint's processor."""
 
     def __init__(self, config: ModelConfig, backend: Backend, normalisation: PixelNormalisation) -> None:
         assert isinstance(config.vision, MllamaVisionConfig)

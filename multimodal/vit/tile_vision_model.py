@@ -167,7 +167,7 @@ class TileProjector:
 class TileVisionModel(Decoder):
     """``core.models.interface.VisionModel`` over tiles, which the first pipeline stage encodes.
 
-    ``pixel_normalisation``: of the checkpoint's processor.
+    ``normalisation``: of the checkpoint's processor.
     """
 
     constants: Tensor | None = None

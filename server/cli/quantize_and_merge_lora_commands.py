@@ -49,7 +49,7 @@ LONGEST = 2048
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the ``quantize_and_merge_lora_commands`` command; returns the exit code."""
+    """Runs the ``quantize`` command; returns the exit code."""
     if print_help_if_asked(words, USAGE):
         return 0
     given = parse(words)

@@ -52,7 +52,7 @@ def find_requested_format(
     """Returns the one format that a request asks for; None without a format.
 
     Args:
-        structured: ``output_constraints``.
+        structured: ``structured_outputs``.
         guided: the older fields that are set, by name.
         usual: default options (of ``OPTIONS``).
 
@@ -115,7 +115,7 @@ def _read_response_format(given: JsonMapping | None) -> _Found | None:
 
 
 def _read_structured_outputs(given: JsonMapping | None) -> list[_Found]:
-    """Reads ``output_constraints``."""
+    """Reads ``structured_outputs``."""
     param = "structured_outputs"
     unknown = next((k for k in given or {} if k not in (*KINDS, *OPTIONS, *IGNORED_OPTIONS)), None)
     if unknown is not None:
@@ -124,7 +124,7 @@ def _read_structured_outputs(given: JsonMapping | None) -> list[_Found]:
 
 
 def _read_guided_fields(given: JsonMapping) -> list[_Found]:
-    """Reads the names that vLLM had before ``output_constraints``."""
+    """Reads the names that vLLM had before ``structured_outputs``."""
     return [(kind, given[name], name) for name, kind in GUIDED.items() if given.get(name) is not None]
 
 

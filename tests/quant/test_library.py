@@ -1,4 +1,4 @@
-"""The compressed-tensors library as the oracle of its format, and transformers as a reader of what ``quantize_and_merge_lora_commands`` writes.
+"""The compressed-tensors library as the oracle of its format, and transformers as a reader of what ``quantize`` writes.
 
 Both need the library, which ``pip install -e '.[oracle]'`` brings; without it these tests are skipped.
 """

@@ -1,4 +1,4 @@
-"""Quantised checkpoints of families that see: what their ignore lists name, the official layouts, and ``quantize_and_merge_lora_commands``."""
+"""Quantised checkpoints of families that see: what their ignore lists name, the official layouts, and ``quantize``."""
 
 from __future__ import annotations
 

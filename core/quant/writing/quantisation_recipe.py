@@ -1,4 +1,4 @@
-"""How ``quantize_and_merge_lora_commands`` converts a linear layer: its scheme, the stored tensors, and the entry of config.json."""
+"""How ``quantize`` converts a linear layer: its scheme, the stored tensors, and the entry of config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The source checkpoint of ``quantize_and_merge_lora_commands``: its mapped tensors, and which of them are linear layers of the decoder."""
+"""The source checkpoint of ``quantize``: its mapped tensors, and which of them are linear layers of the decoder."""
 
 from __future__ import annotations
 
