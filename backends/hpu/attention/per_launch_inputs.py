@@ -18,7 +18,7 @@ from trencadis.backends.hpu.attention.attention_input_types import (
     FreshAttn,
     MaskedSegments,
 )
-from trencadis.backends.hpu.attention.attention_softmax import AttentionKernels
+from trencadis.backends.hpu.attention.plain_attention import AttentionKernels
 from trencadis.core.device.backend import Attn, Segments
 
 

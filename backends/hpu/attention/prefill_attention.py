@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trencadis.backends.hpu.attention import quantised_kv_cache
 from trencadis.backends.hpu.attention.attention_input_types import ContextAttn, FreshAttn, JoinedContext, SlicedContext
-from trencadis.backends.hpu.attention.attention_softmax import (
+from trencadis.backends.hpu.attention.plain_attention import (
     MASK_BYTES,
     MASK_ITEM,
     QUERY_TILE,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.attention.attention_input_types import SharedDecode
-from trencadis.backends.hpu.attention.attention_softmax import AttentionKernels, times, weigh
+from trencadis.backends.hpu.attention.plain_attention import AttentionKernels, times, weigh
 from trencadis.core.device.backend import LayerKV
 from trencadis.core.models.kv_cache_quantisation import codes_of, scale_for_codes, split
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.attention.attention_input_types import MaskedSegments
-from trencadis.backends.hpu.attention.attention_softmax import (
+from trencadis.backends.hpu.attention.plain_attention import (
     AttentionKernels,
     Cut,
     mask_rows,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.attention.attention_input_types import ContextAttn, FreshAttn
-from trencadis.backends.hpu.attention.attention_softmax import (
+from trencadis.backends.hpu.attention.plain_attention import (
     AttentionKernels,
     mask_rows,
     plain,
