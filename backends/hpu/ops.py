@@ -20,7 +20,7 @@ from trencadis.backends.hpu.attention import (
     window_attention,
 )
 from trencadis.backends.hpu.attention.attention_input_types import FreshAttn, JoinedContext, SharedDecode, SlicedContext
-from trencadis.backends.hpu.attention.per_launch_inputs import AttnPreparation, DecodeForm, SegmentPreparation
+from trencadis.backends.hpu.attention.per_launch_attention_inputs import AttnPreparation, DecodeForm, SegmentPreparation
 from trencadis.backends.hpu.attention.plain_attention import AttentionKernels, lowest
 from trencadis.backends.hpu.fused_experts import (
     ListedExperts,
