@@ -9,14 +9,14 @@ Decisions of the scheduler that an operator asks about have one DEBUG line each;
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trencadis.core.engine_stats import EngineStats
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.kv.recurrent_state_pool import PendingSnapshot
-from trencadis.core.request import AdapterRef, TokenLogprob
+from trencadis.core.request import TokenLogprob
 from trencadis.core.scheduling.encoder_scheduler import VisionBuilder
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import NOTHING_FOUND, Filled, PrefixFound, Sequence, SequenceStatus
@@ -115,11 +115,6 @@ def publish_filled(filled: Iterable[Filled], limits: SchedulerLimits, pool: Bloc
         else:
             publish(seq, pool, size)
 
-
-if TYPE_CHECKING:
-    from trencadis.core.device.backend import Pending
-
-    LoadAdapter = Callable[[AdapterRef, tuple[str, ...]], Pending[str]]
 
 log = logging.getLogger("trencadis.engine.decisions")
 
