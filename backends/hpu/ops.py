@@ -19,9 +19,15 @@ from trencadis.backends.hpu.attention import (
     vision_tower_attention,
     window_attention,
 )
-from trencadis.backends.hpu.attention.attention_input_types import FreshAttn, JoinedContext, SharedDecode, SlicedContext
+from trencadis.backends.hpu.attention.attention_input_types import (
+    AttentionKernels,
+    FreshAttn,
+    JoinedContext,
+    SharedDecode,
+    SlicedContext,
+)
 from trencadis.backends.hpu.attention.per_launch_attention_inputs import AttnPreparation, DecodeForm, SegmentPreparation
-from trencadis.backends.hpu.attention.plain_attention import AttentionKernels, lowest
+from trencadis.backends.hpu.attention.plain_attention import lowest
 from trencadis.backends.hpu.fused_experts import (
     ListedExperts,
     ListedFp8Experts,

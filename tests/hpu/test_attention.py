@@ -15,8 +15,12 @@ from torch import Tensor
 from tests.oracles.gaudi_launches import BLOCK, BLOCKS, LAUNCHES, AttentionLayer, reference, references, step_inputs
 from tests.traffic.launch_lines import LINES, plan_of
 from trencadis.backends.hpu.attention import plain_attention, prefill_attention, window_attention
-from trencadis.backends.hpu.attention.attention_input_types import ContextAttn, FreshAttn, SlicedContext
-from trencadis.backends.hpu.attention.plain_attention import AttentionKernels
+from trencadis.backends.hpu.attention.attention_input_types import (
+    AttentionKernels,
+    ContextAttn,
+    FreshAttn,
+    SlicedContext,
+)
 from trencadis.backends.hpu.attention.prefill_attention import check_bucket, largest_mask
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.card_profiles import profile
