@@ -15,7 +15,7 @@ import torch
 
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime, bridge
-from trencadis.backends.hpu.emulator.emulated_errors import parse
+from trencadis.backends.hpu.emulator.injected_faults import parse
 from trencadis.backends.hpu.hccl_comm import HpuComm
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.shape_policy import policy

@@ -12,7 +12,7 @@ import pytest
 
 from tests.traffic.requests import Traffic
 from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime
-from trencadis.backends.hpu.emulator.emulated_errors import parse
+from trencadis.backends.hpu.emulator.injected_faults import parse
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import ProgramState

@@ -20,8 +20,8 @@ from tests.graphs.test_ranks import ThreadComm, together
 from tests.traffic.requests import Traffic
 from trencadis.backends.hpu.emulator import emulated_recipe_cache
 from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime
-from trencadis.backends.hpu.emulator.emulated_errors import parse
 from trencadis.backends.hpu.emulator.emulated_recipe_cache import LaunchRates
+from trencadis.backends.hpu.emulator.injected_faults import parse
 from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
