@@ -34,8 +34,17 @@ from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.host_memory import gib
 from trencadis.core.memory import graph_selection as budget
 from trencadis.core.memory.graph_selection import GraphPrice
-from trencadis.core.memory.ledger import DECODE, VISION, Ledger, PoolAccounts, final_ledger, unused_line
-from trencadis.core.memory.memory_split import POOLS, TEXT, GraphSettings, MemoryInUse, MemorySplit, pool_of
+from trencadis.core.memory.ledger import Ledger, PoolAccounts, final_ledger, unused_line
+from trencadis.core.memory.memory_split import (
+    DECODE,
+    POOLS,
+    TEXT,
+    VISION,
+    GraphSettings,
+    MemoryInUse,
+    MemorySplit,
+    pool_of,
+)
 from trencadis.core.shapes.shape_need_histogram import RECORDED_STAGES
 
 ReportCapture = Callable[[str, bool], None]
