@@ -189,11 +189,9 @@ class DryRun:
             slot_sizes(asked, policy.joined_adapters),
             policy.decoded,
         )
-        return (
-            found
-            if self.draft is None or not policy.rules
-            else draft_memory_estimate.with_draft_sizes(found, self.draft)
-        )
+        if self.draft is None or not policy.rules:
+            return found
+        return draft_memory_estimate.with_draft_sizes(found, self.draft)
 
     @property
     def multimodal(self) -> bool:
