@@ -40,6 +40,7 @@ from trencadis.backends.cpu.native.dense_linear import PackedWeight as PackedWei
 from trencadis.backends.cpu.native.dense_linear import by_sizes, pieces
 from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, Op, chosen_table
 from trencadis.backends.cpu.native.quantised_weight_panels import DTYPE_NAMES, PanelWeight, panel_weight
+from trencadis.backends.cpu.recorded_layers import ReplayOps
 from trencadis.backends.cpu.recurrent_ops import RecurrentKernelOps
 from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU, ReferenceOps, apply_activation, clamped_swiglu
 from trencadis.backends.cpu.sampler import cut_ordered, sample_in_parts
@@ -69,7 +70,7 @@ TOGETHER = 1 << 17
 """Minimum number of logits that are sampled together: few enough to stay in a core's cache, and worth the calls."""
 
 
-class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
+class CpuOps(ReplayOps, RecurrentKernelOps, AdapterOps, ReferenceOps):
     """Implements ``core.device.backend.Ops`` for CPU tensors."""
 
     copies = True

@@ -325,6 +325,7 @@ def backend_config(
             "policy": config.policy,
             "attention": config.attention_backend,
             "threads": str(threads_of(config.threads, rank_info.local_world)),
+            "eager": "1" if config.enforce_eager else "0",
             **model_registry.family_options(model.architecture),
         },
     )
