@@ -16,7 +16,7 @@ from trencadis.backends.cuda import runtime_of
 from trencadis.backends.cuda.kernels import attention_tensors, tile_sizes, vision_attention
 from trencadis.backends.cuda.launches.attention_work_items import END, STEP
 from trencadis.backends.cuda.launches.bucket_capacity import input_bytes
-from trencadis.backends.cuda.launches.cuda_inputs import Sizes
+from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffer, buffer_bytes
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig

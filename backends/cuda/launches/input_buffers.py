@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trencadis.backends.cuda.launches.attention_work_items import LaunchPlans
 from trencadis.backends.cuda.launches.bucket_capacity import align_up
-from trencadis.backends.cuda.launches.cuda_inputs import Sizes, arrays, growing_tensor
+from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes, arrays, growing_tensor
 from trencadis.backends.cuda.runtime_protocol import Runtime, Stream
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import Inputs

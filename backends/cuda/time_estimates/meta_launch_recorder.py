@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trencadis.backends.cuda.launches.cuda_inputs import Sizes, arrays
+from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes, arrays
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.backends.cuda.shape_policy import policy
 from trencadis.backends.cuda.time_estimates.kernel_times import (
