@@ -57,7 +57,7 @@ from trencadis.backends.hpu.hpu_recurrent_ops import (
 )
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.joined_lora_adapters import JoinedAdapterOps, JoinedSlots
-from trencadis.backends.hpu.launches.hpu_inputs import HEAD_TYPES, RESET_TYPES, convert_fields, leaves, rebuild
+from trencadis.backends.hpu.launches.hpu_host_arrays import HEAD_TYPES, RESET_TYPES, convert_fields, leaves, rebuild
 from trencadis.backends.hpu.launches.region_compiler import RegionCompiler, Regions, group_layers
 from trencadis.backends.hpu.sampling_thresholds import find_thresholds
 from trencadis.backends.hpu.shape_policy import pieces

@@ -19,7 +19,7 @@ from trencadis.backends.hpu.launches.host_copies import (
     cast_inputs,
     named_errors,
 )
-from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
+from trencadis.backends.hpu.launches.hpu_host_arrays import LaunchForm
 from trencadis.backends.hpu.launches.region_compiler import is_dynamos, own_code, part
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.shape_policy import list_held_outputs
