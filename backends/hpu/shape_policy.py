@@ -153,8 +153,8 @@ def graph_input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
 
 
 def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
-    """Returns the exact bytes of a bucket's input tensors: 32-bit words and bytes, as ``launches/host_copies.py``
-    packs them.
+    """Returns the exact bytes of a bucket's input tensors: 32-bit words and bytes, as packed by
+    ``launches/static_tensor_copies.py``.
     """
     dims, vocab = bucket.dims, sizes.vocab
     bits, upto, units = -(-vocab // 8), 4 if sizes.upto else 0, planned_units(bucket.variant)

@@ -166,7 +166,7 @@ Change = Callable[[Any, Any], Any]
 
 
 def decoding(change: Change) -> Callable[..., Any]:
-    """``cuda_inputs.text`` whose arrays of DECODE launches went through ``change(arrays, inputs)``."""
+    """``cuda_host_arrays.text`` whose arrays of DECODE launches went through ``change(arrays, inputs)``."""
 
     def text(bucket: Any, x: Any, sizes: Any, plans: Any) -> Any:
         made = TEXT(bucket, x, sizes, plans)
@@ -228,7 +228,9 @@ ENGINE_MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "keys are not stored": (cuda_host_arrays, "text", decoding(of_attn(slot_map=lambda a: a * 0 + 16))),
     "a row reads the blocks of the row before": (cuda_host_arrays, "text", decoding(shifted_blocks)),
     "a row goes on with its neighbour's token": (
-        cuda_host_arrays, "text", decoding(lambda made, x: made._replace(from_slot=rolled(made.from_slot, len(x.tokens))))),
+        cuda_host_arrays, "text",
+        decoding(lambda made, x: made._replace(from_slot=rolled(made.from_slot, len(x.tokens)))),
+    ),
     "rows beyond sixteen lose their keys": (cuda_host_arrays, "text", decoding(beyond_sixteen)),
     "hidden rows change places": (
         cuda_host_arrays, "text", decoding(lambda made, x: made._replace(out_row=rolled(made.out_row, len(x.tokens))))),

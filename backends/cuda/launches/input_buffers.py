@@ -86,7 +86,7 @@ class StageBuffers:
 class InputBuffers:
     """A bucket's input tensors: views of a flat buffer at the bucket's size, whose addresses never change.
 
-    The tensor that grows with its use (``cuda_inputs.growing_tensor``) is last, so that the used part of everything is
+    The tensor that grows with its use (``cuda_host_arrays.growing_tensor``) is last, so that the used part of everything is
     one
     contiguous copy.
 
