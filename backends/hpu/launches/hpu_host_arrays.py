@@ -59,10 +59,11 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def rebuild(tree: Any, make: Callable[[Any], Any]) -> Any:
-    """Returns ``tree`` with ``make`` applied to its arrays or tensors; named tuples keep their type."""
+    """Returns ``tree`` with ``make`` applied to its arrays or tensors; tuples and named tuples keep their type."""
     if isinstance(tree, tuple):
         kind: Any = type(tree)
-        return kind(*(None if item is None else rebuild(item, make) for item in tree))
+        made = [None if item is None else rebuild(item, make) for item in tree]
+        return kind(*made) if hasattr(tree, "_fields") else kind(made)
     assert isinstance(tree, np.ndarray | Tensor)
     return make(tree)
 
