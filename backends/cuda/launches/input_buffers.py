@@ -86,9 +86,8 @@ class StageBuffers:
 class InputBuffers:
     """A bucket's input tensors: views of a flat buffer at the bucket's size, whose addresses never change.
 
-    The tensor that grows with its use (``cuda_host_arrays.growing_tensor``) is last, so that the used part of everything is
-    one
-    contiguous copy.
+    The tensor that grows with its use (``cuda_host_arrays.growing_tensor``) is last, so that the used part of all
+    tensors is one contiguous copy.
 
     Args:
         buffer: memory shared with other buckets, at least ``buffer_bytes(bucket, sizes)`` bytes, which holds another
