@@ -110,7 +110,7 @@ TORCH: dict[str, frozenset[str]] = {
         }
     ),
     "core/device": frozenset({"backend", "launch_tensors"}),
-    "core/engine": frozenset({"activation_profile", "device_startup", "engine_builder", "kv_offload_setup"}),
+    "core/engine": frozenset({"device_startup", "engine_builder", "kv_offload_setup"}),
     "core/executor": frozenset({"rendezvous", "multiproc_executor"}),
     "core/graphs": frozenset({"graph_capture", "graph_manager", "graph_reporter", "live_plan_change", "warmup"}),
     "core/lora": frozenset({"adapter_store"}),

@@ -23,14 +23,13 @@ from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device.backend import Backend
 from trencadis.core.device.communicators import RankAgreement
-from trencadis.core.engine.activation_profile import PROFILE_BLOCKS, MemoryMeter, profile_activations
 from trencadis.core.engine.kv_offload_setup import OffloadLaunches, planned_copies, with_host_blocks
 from trencadis.core.engine.pipeline_startup_plan import planned_stage
 from trencadis.core.engine.startup_plan import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.errors import StartupError
+from trencadis.core.errors import StartupError, format_error, is_out_of_memory
 from trencadis.core.graphs.graph_capture import CaptureJournal, GraphCaptures
-from trencadis.core.graphs.graph_manager import GraphObserver
+from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.graphs.live_plan_change import PlanChange, PlanChanges
 from trencadis.core.graphs.warmup import Warmup
@@ -62,6 +61,9 @@ from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.spec.draft_checkpoint import Drafter, sizes_of
 from trencadis.core.startup_progress_and_warmup_pacing import Progress, Throttle
+
+PROFILE_BLOCKS = RESERVED_BLOCKS + 1
+"""KV blocks during profiling: the reserved ones, which padding reads and writes, and one more."""
 
 SHOWN_NOTES = (
     "max_model_len",
@@ -424,3 +426,60 @@ def _paper(
 def _note_imitated_cache(held: int, booked: int) -> list[str]:
     """Returns the note about a simulated card, whose KV cache is smaller than in its ledger."""
     return [] if held == booked else [f"{booked} KV blocks are booked; the host backs {held} of them."]
+
+
+class MemoryMeter:
+    """The rows of the ledger before graphs. ``others`` is the memory in use when the meter was created."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.total = backend.memory.total()
+        self._free = backend.memory.free()
+        self.rows: dict[str, int] = {"others": self.total - self._free}
+
+    def charge(self, row: str) -> int:
+        """Charges ``row`` with the bytes used since the last call; returns them."""
+        gc.collect()
+        self._backend.synchronize()
+        free = self._backend.memory.free()
+        taken, self._free = self._free - free, free
+        self.rows[row] = self.rows.get(row, 0) + taken
+        return taken
+
+    def memory_in_use(self) -> MemoryInUse:
+        """Returns the bytes in use before the KV cache is allocated."""
+        names = (
+            *("others", "weights", "arena", "state", "hidden", "inputs", "activations", "copies"),
+            *("recurrent", "adapters", "draft_weights"),
+        )
+        return MemoryInUse(self.total, *(self.rows.get(name, 0) for name in names))
+
+
+def profile_activations(graphs: GraphManager, buckets: list[Bucket]) -> dict[Bucket, int]:
+    """Runs ``buckets`` on padding with temporary programs, because the later KV cache has another shape.
+
+    Returns, for each bucket, the bytes that are in use on the device after its run.
+
+    Raises:
+        StartupError: one line if a bucket's run does not fit the device's memory.
+    """
+    taken, free = {}, graphs.backend.memory.free
+    graphs.backend.synchronize()
+    before = free()
+    for bucket in buckets:
+        program = graphs.make(bucket)
+        try:
+            program.rehearse()
+            graphs.backend.synchronize()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise StartupError(
+                f"{bucket}, one of the largest launches, does not fit the device ({format_error(error)}): lower "
+                "--max-num-batched-tokens, --max-num-seqs, or max_pixels of --mm-processor-kwargs"
+            ) from None
+        del program
+        gc.collect()
+        taken[bucket] = max(before - free(), 0)
+    graphs.accept_compilations()
+    return taken
