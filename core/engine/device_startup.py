@@ -53,7 +53,7 @@ from trencadis.core.memory.draft_memory_estimate import with_draft_keys
 from trencadis.core.memory.graph_selection import GraphPrice, prices_by
 from trencadis.core.memory.kv_cache_and_offload_size import requested_kv_bytes
 from trencadis.core.memory.launch_memory import costliest_buckets
-from trencadis.core.memory.memory_split import MemoryInUse, MemorySplit, check_capacity, divide_memory
+from trencadis.core.memory.memory_division import MemoryInUse, MemorySplit, check_capacity, divide_memory
 from trencadis.core.memory.weight_bytes import slot_sizes
 from trencadis.core.models import model_loader
 from trencadis.core.models.interface import HostLayering, Model, Persistent

@@ -18,11 +18,10 @@ from trencadis.core.engine_stats import BucketUse, EngineInfo, EngineStats
 from trencadis.core.executor.executor_interface import Executor
 from trencadis.core.graph_plan_report import GraphPlan
 from trencadis.core.request import Delta, Request
-from trencadis.core.scheduling.adapter_slots import AdapterLoads
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.request_lifecycle import Lifecycle
 from trencadis.core.scheduling.scheduler import Scheduler
-from trencadis.core.scheduling.step_builder import EvictionCounts, log_launches
+from trencadis.core.scheduling.step_builder import AdapterLoads, EvictionCounts, log_launches
 from trencadis.core.scheduling.step_builder import log as decisions
 from trencadis.core.shapes.step_times_and_chunk_budget import chunk_sizes
 from trencadis.core.startup_progress_and_warmup_pacing import WarmupPacing

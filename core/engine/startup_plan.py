@@ -36,21 +36,22 @@ from trencadis.core.memory.graph_measurements import Measurements
 from trencadis.core.memory.graph_selection import GraphPrice, GraphSelection
 from trencadis.core.memory.kv_cache_and_offload_size import check_requested_kv, kv_flag, requested_kv_bytes
 from trencadis.core.memory.launch_memory import attending, costliest_buckets
-from trencadis.core.memory.ledger import Ledger, unused_line
-from trencadis.core.memory.memory_estimator import MemoryEstimator, estimate_memory_in_use
-from trencadis.core.memory.memory_split import (
+from trencadis.core.memory.memory_division import (
     POOLS,
     DeviceTooSmall,
     GraphSettings,
+    Ledger,
     MemoryInUse,
     MemorySplit,
     check_capacity,
     divide_memory,
     pool_of,
     share_of,
+    unused_line,
     usable_bytes,
     utilisation_that_fits,
 )
+from trencadis.core.memory.memory_estimator import MemoryEstimator, estimate_memory_in_use
 from trencadis.core.memory.weight_bytes import slot_sizes
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan

@@ -34,16 +34,19 @@ from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.host_memory import gib
 from trencadis.core.memory import graph_selection as budget
 from trencadis.core.memory.graph_selection import GraphPrice
-from trencadis.core.memory.ledger import Ledger, PoolAccounts, final_ledger, unused_line
-from trencadis.core.memory.memory_split import (
+from trencadis.core.memory.memory_division import (
     DECODE,
     POOLS,
     TEXT,
     VISION,
     GraphSettings,
+    Ledger,
     MemoryInUse,
     MemorySplit,
+    PoolAccounts,
+    final_ledger,
     pool_of,
+    unused_line,
 )
 from trencadis.core.shapes.shape_need_histogram import RECORDED_STAGES
 

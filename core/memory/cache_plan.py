@@ -2,7 +2,7 @@
 
 The KV cache has the requested size, or the minimum of 4 GiB, 40 % of the memory left after the weights, and what
 max_num_seqs requests of max_model_len tokens can use. Devices with graphs divide their memory with
-core/memory/memory_split.py.
+core/memory/memory_division.py.
 
 A sequence needs a slot of fixed size in every recurrent layer. If ``--max-num-seqs`` is given, each of that many
 sequences gets one; else as many as fit into a share of the memory that is left for them and the KV cache. Snapshots
@@ -19,8 +19,8 @@ from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS, head_bytes
 from trencadis.core.memory.draft_memory_estimate import HeadEstimator
+from trencadis.core.memory.memory_division import DeviceTooSmall
 from trencadis.core.memory.memory_estimator import arena_width
-from trencadis.core.memory.memory_split import DeviceTooSmall
 from trencadis.core.memory.weight_bytes import quantisation_excess
 from trencadis.core.shapes.launch_costs import layers_values
 from trencadis.core.spec.draft_checkpoint import Drafter, EagleConfig, sizes_of

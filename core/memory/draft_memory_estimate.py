@@ -14,8 +14,8 @@ from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import LORA, Bucket, Stage, drafting_bucket, is_drafting, padded_tokens, target_bucket
 from trencadis.core.media_spans import RESERVED_ROWS
 from trencadis.core.memory.graph_selection import GraphPrice
+from trencadis.core.memory.memory_division import MemoryInUse, MemorySplit
 from trencadis.core.memory.memory_estimator import MemoryEstimator, estimate_memory_in_use, state_slots
-from trencadis.core.memory.memory_split import MemoryInUse, MemorySplit
 from trencadis.core.shapes.bucket_planner import pruned, without_launch_cost
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.spec.draft_checkpoint import Drafter, EagleConfig, sizes_of

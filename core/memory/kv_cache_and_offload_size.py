@@ -15,7 +15,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS
-from trencadis.core.memory.memory_split import MemorySplit
+from trencadis.core.memory.memory_division import MemorySplit
 
 STATE_SHARE = 0.25
 """Share of ``--kv-offloading-size`` that recurrent states of preempted sequences take at most."""

@@ -21,7 +21,6 @@ from trencadis.core.kv.block_pool import BlockHashChain, BlockPool
 from trencadis.core.kv.recurrent_state_pool import StatePool
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.scheduling import encoder_scheduler, step_builder
-from trencadis.core.scheduling.adapter_slots import AdapterSlots
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.encoder_cache import EncoderCache
 from trencadis.core.scheduling.encoder_scheduler import EncoderScheduler, VisionBuilder, count_uncut
@@ -31,7 +30,7 @@ from trencadis.core.scheduling.persistent_batch import MicroBatches, can_persist
 from trencadis.core.scheduling.recurrent_state_scheduler import StateScheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Filled, MediaStart, Sequence, SequenceStatus, check_holders
-from trencadis.core.scheduling.step_builder import InFlightStep, StepBuilder
+from trencadis.core.scheduling.step_builder import AdapterSlots, InFlightStep, StepBuilder
 from trencadis.core.shapes.step_times_and_chunk_budget import StepTimes
 from trencadis.core.step import Draw, Int32, Row, Step
 

@@ -17,7 +17,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
 from trencadis.core.json_types import JsonObject
 from trencadis.core.launches.pipeline_transfer import transferred_rows
-from trencadis.core.memory.memory_split import POOLS
+from trencadis.core.memory.memory_division import POOLS
 from trencadis.server.plan.trace_plan_comparison import Sizes
 
 NAMED_SIZES = (

@@ -29,7 +29,7 @@ from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.memory.graph_selection import GraphPrice
-from trencadis.core.memory.memory_split import GraphSettings, MemoryInUse, divide_memory
+from trencadis.core.memory.memory_division import GraphSettings, MemoryInUse, divide_memory
 from trencadis.core.models import model_loader
 from trencadis.core.step import Encode, ImageRows, Row, Sample
 from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES

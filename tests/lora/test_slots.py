@@ -34,8 +34,8 @@ from trencadis.core.lora.adapter_store import AdapterStore
 from trencadis.core.memory.weight_bytes import AdapterSlotSizes, adapter_bytes, padded_rank
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.request import AdapterRef, Request, SamplingParams
-from trencadis.core.scheduling.adapter_slots import MOST_OVERTAKES, AdapterSlots
 from trencadis.core.scheduling.sequence import Sequence
+from trencadis.core.scheduling.step_builder import MOST_OVERTAKES, AdapterSlots
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import TEXT, make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits

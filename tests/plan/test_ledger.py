@@ -23,16 +23,19 @@ from trencadis.core.memory.graph_selection import (
     select_graphs,
     set_cost,
 )
-from trencadis.core.memory.ledger import Ledger, PoolAccounts, final_ledger, unused_line
-from trencadis.core.memory.memory_split import (
+from trencadis.core.memory.memory_division import (
     POOLS,
     DeviceTooSmall,
     GraphSettings,
+    Ledger,
     MemoryInUse,
     MemorySplit,
+    PoolAccounts,
     check_capacity,
     divide_memory,
+    final_ledger,
     share_of,
+    unused_line,
     usable_bytes,
     utilisation_that_fits,
 )
