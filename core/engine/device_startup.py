@@ -48,10 +48,9 @@ from trencadis.core.launches.persistent_tensors import (
 from trencadis.core.launches.pipeline_transfer import LAST
 from trencadis.core.lora.adapter_store import open_store
 from trencadis.core.memory import graph_measurements
-from trencadis.core.memory.cache_plan import CachePlan
+from trencadis.core.memory.cache_plan import CachePlan, requested_kv_bytes
 from trencadis.core.memory.draft_memory_estimate import with_draft_keys
 from trencadis.core.memory.graph_selection import GraphPrice, prices_by
-from trencadis.core.memory.kv_cache_and_offload_size import requested_kv_bytes
 from trencadis.core.memory.launch_memory import costliest_buckets
 from trencadis.core.memory.memory_division import MemoryInUse, MemorySplit, check_capacity, divide_memory
 from trencadis.core.memory.weight_bytes import slot_sizes

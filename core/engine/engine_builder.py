@@ -52,7 +52,7 @@ from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.links.rank_placement import RAY, Topology, topology
 from trencadis.core.lora.adapter_store import open_store
-from trencadis.core.memory import graph_measurements, weight_offload
+from trencadis.core.memory import graph_measurements, host_memory_offload
 from trencadis.core.memory.cache_plan import CacheOptions, CachePlan, plan_cpu
 from trencadis.core.memory.memory_estimator import SPARE_SLOTS, MemoryEstimator, arena_width, row_blocks
 from trencadis.core.memory.weight_bytes import adapter_bytes, host_adapters, slot_sizes
@@ -289,7 +289,7 @@ def backend_config(
     full = model.text.full_heads
     estimator = MemoryEstimator(model, dtype.itemsize, rank_info.peers, quantised=policy.quantised, unit=policy.aligned)
     free = free_host() if rank_info.local_rank == 0 else None  # later ranks would measure the memory left by this one
-    moved = weight_offload.plan_offload(config, estimator, free, rank_info.local_world)
+    moved = host_memory_offload.plan_offload(config, estimator, free, rank_info.local_world)
     return BackendConfig(
         dtype=dtype,
         block_size=limits.block_size,

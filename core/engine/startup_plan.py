@@ -20,7 +20,7 @@ from trencadis.core.host_memory import gib
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.launches.launch_splitter import plan_wide_variants
 from trencadis.core.launches.pipeline_transfer import own_plan
-from trencadis.core.memory import draft_memory_estimate, weight_offload
+from trencadis.core.memory import draft_memory_estimate, host_memory_offload
 from trencadis.core.memory import graph_selection as budget
 from trencadis.core.memory.cache_plan import (
     NO_STATES,
@@ -29,12 +29,14 @@ from trencadis.core.memory.cache_plan import (
     StatePlan,
     arena_rows,
     arena_units,
+    check_requested_kv,
+    kv_flag,
     plan_cpu,
     plan_states,
+    requested_kv_bytes,
 )
 from trencadis.core.memory.graph_measurements import Measurements
 from trencadis.core.memory.graph_selection import GraphPrice, GraphSelection
-from trencadis.core.memory.kv_cache_and_offload_size import check_requested_kv, kv_flag, requested_kv_bytes
 from trencadis.core.memory.launch_memory import attending, costliest_buckets
 from trencadis.core.memory.memory_division import (
     POOLS,
@@ -178,18 +180,9 @@ class DryRun:
         device, policy, asked = self.device, self.policy, self.config
         block, inputs = asked.block_size or policy.block_sizes[0], attending(policy, asked.attention_backend)
         found = MemoryEstimator(
-            self.model,
-            device.itemsize,
-            device.ranks,
-            inputs,
-            block,
-            policy.graph_memory,
-            policy.quantised,
-            policy.aligned,
-            policy.cross_attention_bytes,
-            slot_sizes(asked, policy.joined_adapters),
-            policy.decoded,
-        )
+            self.model, device.itemsize, device.ranks, inputs, block, policy.graph_memory, policy.quantised,
+            policy.aligned, policy.cross_attention_bytes, slot_sizes(asked, policy.joined_adapters), policy.decoded,
+        )  # fmt: skip
         if self.draft is None or not policy.rules:
             return found
         return draft_memory_estimate.with_draft_sizes(found, self.draft)
@@ -260,7 +253,7 @@ class DryRun:
             *notes,
             *states.notes(limits.max_rows),
             *forms,
-            *weight_offload.offload_notes(self.config, self.estimator, limits.block_size),
+            *host_memory_offload.offload_notes(self.config, self.estimator, limits.block_size),
             *advice,
         )
         return StartupPlan(
@@ -275,7 +268,7 @@ class DryRun:
             formula=self._formula(plan, limits),
             notes=lines,
             arena_rows=self._arena_rows(limits),
-            host=weight_offload.offload_rows(self.config, self.estimator, limits.block_size),
+            host=host_memory_offload.offload_rows(self.config, self.estimator, limits.block_size),
             states=states,
             static=static,
         )
@@ -332,7 +325,7 @@ class DryRun:
         selection = budget.select_graphs([], ledger.memory_split, settings, self.policy.pool_cost)
         notes, missing = [*plan.notes, *found.notes], -dict(ledger.rows())["margin"]
         notes += format_notes(self.model, self.device.itemsize, self.policy)
-        notes += weight_offload.offload_notes(self.config, self.estimator, limits.block_size)
+        notes += host_memory_offload.offload_notes(self.config, self.estimator, limits.block_size)
         if self.device.ranks > 1:
             notes.append(f"{self.device.ranks} ranks share this memory: {ONE_RANK}.")
         if missing > 0:
@@ -417,10 +410,8 @@ class DryRun:
         rows = self._arena_rows(limits)
         taken = estimate_memory_in_use(self.estimator, plan, limits, self.device.total, self.device.others, rows)
         graphs, copying = not graph_settings(self.config, self.policy).eager, self._copying
-        copies, moved = (
-            self.estimator.copies(copying, limits.block_size, graphs),
-            weight_offload.plan_offload(self.config, self.estimator),
-        )
+        copies = self.estimator.copies(copying, limits.block_size, graphs)
+        moved = host_memory_offload.plan_offload(self.config, self.estimator)
         taken = dataclasses.replace(taken, weights=taken.weights - moved.bytes, copies=copies + moved.buffers)
         taken = dataclasses.replace(taken, activations=self._activations(plan, limits)[0])
         taken = draft_memory_estimate.with_draft_memory(taken, self.estimator, plan, limits)
