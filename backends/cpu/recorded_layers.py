@@ -26,7 +26,7 @@ from trencadis.backends.cpu.native import bounds_checks, kernel_threads
 from trencadis.backends.cpu.native.attention_and_row_kernels import SingleTokenRows
 from trencadis.backends.cpu.native.ctypes_structs import AttendLayout, AttendRowsLayout, ReplayedCall, RotaryLayout
 from trencadis.backends.cpu.native.kernel_threads import Calls
-from trencadis.core.device.backend import Attn, Rotary
+from trencadis.core.device.backend import Attn, LayerKV, Rotary
 
 MOST_ROWS = 16
 """Rows of the largest launch that is recorded: products take longer than Python beyond."""
@@ -168,12 +168,19 @@ def _are_views(out: object, args: Sequence[object]) -> bool:
     return all(isinstance(one, Tensor) and one.untyped_storage().data_ptr() in memory for one in outs)
 
 
+class CachedAttention(Protocol):
+    """The attention of a layer, bound to its KV cache."""
+
+    kv: LayerKV
+
+
 class Layer(Protocol):
     """A layer of a decoder, or several that are called as one."""
 
     recurrent: bool
     local: bool
     causal: bool
+    attention: CachedAttention
 
     def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn) -> LayerOutputs: ...
 
@@ -298,9 +305,11 @@ class RecordedLayers:
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = layers
-        self.local, self.causal = layers[0].local, layers[0].causal
+        self.local, self.causal, self.attention = layers[0].local, layers[0].causal, layers[0].attention
         self._known: dict[tuple[int, bool], RecordedLaunch | None] = {}
         """Recordings by the number of rows, and by whether there is a residual stream; None: not yet."""
+        self._caches: tuple[object, ...] = ()
+        """KV caches of the layers when they were recorded, whose addresses are in the calls."""
         self._plain = False
         self.replays = 0
         """Launches that were replayed."""
@@ -310,6 +319,7 @@ class RecordedLayers:
         inputs, key = inputs_of(x, residual, rotary, attn), (len(x), residual is None)
         if self._plain or rotary.query_scale is not None or bounds_checks.enabled():
             return run_layers(self._layers, x, residual, rotary, attn)
+        self._forget_other_caches()
         if key not in self._known:
             self._known[key] = None
             return run_layers(self._layers, x, residual, rotary, attn)
@@ -320,6 +330,13 @@ class RecordedLayers:
             return out
         self.replays += 1
         return known.replay(inputs, attn)
+
+    def _forget_other_caches(self) -> None:
+        """Drops all recordings if the layers were bound to other caches meanwhile."""
+        caches = tuple(layer.attention.kv for layer in self._layers)
+        if len(caches) != len(self._caches) or any(a is not b for a, b in zip(caches, self._caches, strict=True)):
+            self._caches = caches
+            self._known.clear()
 
 
 def can_record(layers: Sequence[Layer]) -> bool:

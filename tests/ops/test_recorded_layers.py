@@ -121,6 +121,19 @@ def test_what_torch_computes_is_not_recorded(flags: dict[str, Any], make: Make, 
     assert answer(llm, 2) == found
 
 
+def test_layers_that_are_bound_to_another_cache_are_recorded_again(make: Make, tmp_path: Path) -> None:
+    """The calls hold the addresses of the cache, which would be another tensor's by then."""
+    llm = make(checkpoints.qwen2(tmp_path / "c", dtype=torch.bfloat16, **WIDE))
+    found = answer(llm, 2)
+    (group,) = groups_of(llm)
+    for layer in group._layers:
+        old = layer.attention.kv
+        layer.attention.kv = old._replace(k=torch.zeros_like(old.k), v=torch.zeros_like(old.v))
+        old.k.fill_(float("nan"))
+    replays = group.replays
+    assert answer(llm, 2) == found and group.replays > replays
+
+
 def test_eager_engines_record_nothing(make: Make, tmp_path: Path) -> None:
     llm = make(checkpoints.qwen2(tmp_path / "c", dtype=torch.bfloat16, **WIDE), enforce_eager=True)
     answer(llm, 1)
