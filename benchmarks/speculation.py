@@ -36,12 +36,12 @@ from typing import Any, NamedTuple
 from benchmarks.harness.reporting import report, table
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine_config import EngineConfig
+from trencadis.core.output_constraints import Rule
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.spec.spec_config import SpeculationConfig
 from trencadis.core.step import Step
 from trencadis.core.step_output import StepOutput
-from trencadis.core.structured_outputs import Rule
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = ("load", "requests", "without", "with", "ratio", "low", "high", "cpu ratio", "tokens a step", "accepted")

@@ -23,9 +23,9 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import can_share
 from trencadis.core.kv_cache_format import kv_notes
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.host_memory_offload import check_offload
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.memory.weight_bytes import weight_notes
-from trencadis.core.memory.weight_offload import check_offload
 from trencadis.core.shapes.pipeline_partition import check_ranks
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.spec.draft_checkpoint import Drafter, EagleConfig, sizes_of

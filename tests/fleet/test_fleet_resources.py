@@ -12,7 +12,7 @@ from trencadis.core.kv.block_pool import BlockHashChain, BlockPool, EvictionLog,
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.process.engine_messages import EngineInfo, EngineStats
 from trencadis.core.request import AdapterRef, Request, SamplingParams
-from trencadis.core.scheduling.encoder_scheduler import EncoderCache
+from trencadis.core.scheduling.encoder_cache import EncoderCache
 from trencadis.server.processes.combined_engine_state import merge_infos, sum_stats
 from trencadis.server.processes.multi_engine_client import make_request_cost, read_keys
 from trencadis.server.processes.replica_router import PrefixAffinityRouter

@@ -23,7 +23,7 @@ from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.joined_adapters import JoinedAdapterOps, JoinedSlots
+from trencadis.backends.hpu.joined_lora_adapters import JoinedAdapterOps, JoinedSlots
 from trencadis.backends.hpu.shape_policy import policy as hpu_policy
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import LORA, Stage

@@ -49,8 +49,9 @@ class SampledTraffic(Traffic):
         """Request number ``sent``."""
         made = random_request(rng, self.sent, self.length, self.vocab, self.most)
         made = ruled(made, rng, self.vocab, self.engine.scheduler.limits.eos) if rng.random() < 0.5 else made
+        most = rng.choice(self.lengths)
         params = replace(
-            made.params, prompt_logprobs=None, max_tokens=rng.choice(self.lengths),
+            made.params, prompt_logprobs=None, max_tokens=most, min_tokens=min(made.params.min_tokens, most),
             min_p=rng.choice([0.0, 0.05]), top_k=rng.choice([0, 7]), top_p=rng.choice([1.0, 0.9]),
             frequency_penalty=rng.choice([0.0, 0.4]), repetition_penalty=rng.choice([1.0, 1.2]),
             presence_penalty=rng.choice([0.0, 0.5]), logprobs=rng.choice([None, None, 2]),

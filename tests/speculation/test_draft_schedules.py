@@ -20,6 +20,7 @@ from tests.speculation.scripted_proposer import ScriptedProposer
 from tests.traffic.requests import searched
 from tests.traffic.rule_oracle import VOCABULARY
 from trencadis.core.engine.engine import Engine
+from trencadis.core.output_constraints import Rule
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.scheduler import Scheduler
@@ -28,7 +29,6 @@ from trencadis.core.spec.draft_count import VerifyShapes
 from trencadis.core.spec.draft_proposer import DraftProposer
 from trencadis.core.spec.spec_config import SpeculationConfig
 from trencadis.core.step import Step
-from trencadis.core.structured_outputs import Rule
 
 LENGTH = 96
 """Longest sequence of any engine here: the oracle's answers of shorter ones are their beginnings."""

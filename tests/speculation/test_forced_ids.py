@@ -12,11 +12,11 @@ from benchmarks.speculation import SCHEMA
 from tests.random_inputs.grammar_draws import GrammarDraws
 from tests.random_inputs.masked_answers import write_grammars
 from trencadis import LLM
+from trencadis.core.output_constraints import Rule
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.sequence import Sequence
 from trencadis.core.spec.spec_config import SpeculationConfig
-from trencadis.core.structured_outputs import Rule
 
 FLAGS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "batch_invariant": True,

@@ -37,7 +37,7 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_registry import family_options
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.device_shape_policy import InputSizes
-from trencadis.core.engine import graph_startup
+from trencadis.core.engine import device_startup
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.engine.startup_plan import StartupPlan
@@ -214,13 +214,13 @@ BOOKED = ("image arena", "sampler state", "hidden rows", "static inputs")
 def note_papers(monkeypatch: pytest.MonkeyPatch) -> list[StartupPlan]:
     """The plans of later starts, made before anything is loaded."""
     papers: list[StartupPlan] = []
-    plan = graph_startup._paper
+    plan = device_startup._paper
 
     def noted(*args: Any) -> StartupPlan:
         papers.append(plan(*args))
         return papers[-1]
 
-    monkeypatch.setattr(graph_startup, "_paper", noted)
+    monkeypatch.setattr(device_startup, "_paper", noted)
     return papers
 
 

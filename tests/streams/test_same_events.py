@@ -19,7 +19,7 @@ from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from tests.streams.recorded_connection import WiredClient, WiredEngine, score, settled, wired
 from trencadis.core.request import Delta, Request, RequestStats
-from trencadis.server.http.connection_limits import ChunkWriter
+from trencadis.server.http.h11_connection import ChunkWriter
 from trencadis.server.routes import anthropic_conversion
 from trencadis.server.routes.chat_stream import ChatStream
 from trencadis.server.routes.responses_conversion import ResponseWriter

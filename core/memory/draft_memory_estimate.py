@@ -15,9 +15,9 @@ from trencadis.core.buckets import LORA, Bucket, Stage, drafting_bucket, is_draf
 from trencadis.core.host_memory import gib
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.media_spans import RESERVED_ROWS
-from trencadis.core.memory.estimate import MemoryEstimator, estimate_memory_in_use, state_slots
 from trencadis.core.memory.graph_selection import GraphPrice
-from trencadis.core.memory.ledger import MemoryInUse, MemorySplit
+from trencadis.core.memory.memory_division import MemoryInUse, MemorySplit
+from trencadis.core.memory.memory_estimator import MemoryEstimator, estimate_memory_in_use, state_slots
 from trencadis.core.shapes.bucket_planner import pruned, without_launch_cost
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.spec.draft_checkpoint import Drafter, EagleConfig, sizes_of
