@@ -29,7 +29,7 @@ from trencadis.core.launches.rank_input_batch import RankInputBatch
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.process.engine_messages import EngineInfo
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.scheduling.encoder_scheduler import EncoderCache
+from trencadis.core.scheduling.encoder_cache import EncoderCache
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits

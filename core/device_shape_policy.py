@@ -191,7 +191,7 @@ class Policy:
         inputs: exact bytes of a bucket's input tensors; None: a formula estimates them.
         invariant_rows: the unit that row counts are padded to so that a row's bits do not depend on the others
             (`--batch-invariant`); 0: the device cannot guarantee that.
-        quantised: the form in which quantised weights are kept (core/quant/weight_storage_format.py); empty: they are
+        quantised: the form in which quantised weights are kept (core/quant/quantisation_scheme.py); empty: they are
             dequantised while loading.
         host_kv: evicted KV blocks can go to host memory. The backend is a ``CopyingBackend``
             (core/launches/host_block_copies.py).
@@ -231,7 +231,7 @@ class Policy:
         joined_adapters: one A and one B hold the adapters of all slots and of all parts of a fused matrix
             (core/memory/weight_bytes.py), and the numbers of slots are repeated for each of their columns.
         adapters: text buckets have the variant ``LORA``, whose launches have ``TextTensors.adapter``.
-        stages: the backend has a ``pipe`` (core/launches/stage_transfer.py) if ``BackendConfig.stages`` is above 1.
+        stages: the backend has a ``pipe`` (core/launches/pipeline_transfer.py) if ``BackendConfig.stages`` is above 1.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]

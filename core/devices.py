@@ -29,7 +29,10 @@ SETTLERS = {
 }
 """Torch-free modules with ``settle(environ, index, rank, world) -> DeviceEnv``, which runs before torch is imported."""
 
-TIMERS = {"cuda": "trencadis.backends.cuda.time_estimates.time_report", "hpu": "trencadis.backends.hpu.estimated_times"}
+TIMERS = {
+    "cuda": "trencadis.backends.cuda.time_estimates.time_report",
+    "hpu": "trencadis.backends.hpu.plan_time_report",
+}
 """Modules with ``times(model, ranks, card, rows, context, depth)`` and ``lines(report)``, for ``plan --time``."""
 
 GROUP = "trencadis.backends"

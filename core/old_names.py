@@ -55,13 +55,14 @@ _FORMER_MODULES = {
         core.checkpoint.pooler_config""",
     "core.checkpoint.pytorch_bin": """
         core.checkpoint.archive core.checkpoint.zip_directory core.models.bin_file core.models.pytorch_bin""",
-    "core.checkpoint.quant_formats": """
+    "core.checkpoint.quantised_tensor_readers": """
         core.checkpoint.formats core.checkpoint.formats.awq core.checkpoint.formats.bit_packing
         core.checkpoint.formats.compressed_tensors core.checkpoint.formats.format_table core.checkpoint.formats.fp8
-        core.checkpoint.formats.gptq core.checkpoint.formats.mxfp4 core.checkpoint.formats.raw_weight core.quant.formats
-        core.quant.formats.awq core.quant.formats.bit_packing core.quant.formats.compressed_tensors
-        core.quant.formats.format_table core.quant.formats.fp8 core.quant.formats.gptq core.quant.formats.raw
-        core.quant.formats.raw_weight core.quant.formats.table core.quant.formats.words""",
+        core.checkpoint.formats.gptq core.checkpoint.formats.mxfp4 core.checkpoint.formats.raw_weight
+        core.checkpoint.quant_formats core.quant.formats core.quant.formats.awq core.quant.formats.bit_packing
+        core.quant.formats.compressed_tensors core.quant.formats.format_table core.quant.formats.fp8
+        core.quant.formats.gptq core.quant.formats.raw core.quant.formats.raw_weight core.quant.formats.table
+        core.quant.formats.words""",
     "core.checkpoint.state_dict_pickle": "core.checkpoint.opcodes core.checkpoint.pickle_reader",
     "core.checkpoint.weight_file_reader": "core.checkpoint.weight_loader core.models.loader core.models.weight_loader",
     "core.checkpoint.weight_prefetch": "core.checkpoint.prefetch",
@@ -100,7 +101,8 @@ _FORMER_MODULES = {
         core.layers.cross_attention core.layers.crossing core.models.cross_attention core.models.cross_attention_decoder
         core.models.crossing""",
     "core.models.interface": "core.layers.model_interface",
-    "core.models.kv_cache_codes": "core.layers.kv_cache_codes core.quant.kv_cache_codes core.quant.kv_codes",
+    "core.models.kv_cache_quantisation": """
+        core.layers.kv_cache_codes core.models.kv_cache_codes core.quant.kv_cache_codes core.quant.kv_codes""",
     "core.models.linear_and_embedding": """
         core.layers.apart core.layers.embedding core.layers.linear core.layers.replicated core.models.embedding
         core.models.linear""",
@@ -108,17 +110,18 @@ _FORMER_MODULES = {
     "core.models.moe": "core.layers.experts core.layers.moe",
     "core.models.per_layer_embeddings": "core.models.layer_inputs",
     "core.models.pooler": "core.layers.pooler",
+    "core.output_constraints": "core.constraints core.structured_outputs",
     "core.quant.online_quant": "core.quant.online",
+    "core.quant.quantisation_scheme": "core.quant.scheme core.quant.weight_storage_format",
     "core.quant.quantised_tensor": "core.quant.tensor",
-    "core.quant.weight_storage_format": "core.quant.scheme",
     "core.quant.writing.convert_checkpoint": "core.quant.writing.convert",
-    "core.quant.writing.layer_rounding": "core.quant.writing.gptq core.quant.writing.rounding",
+    "core.quant.writing.gptq_rounding": """
+        core.quant.writing.gptq core.quant.writing.layer_rounding core.quant.writing.rounding""",
     "core.quant.writing.safetensors_writer": "core.quant.writing.files",
     "core.quant.writing.source_checkpoint": "core.quant.writing.stored",
     "core.request": "core.adapter_ref",
     "core.spec.draft_proposer": "core.spec.draft_source",
     "core.startup_progress_and_warmup_pacing": "core.progress core.startup_progress",
-    "core.structured_outputs": "core.constraints",
     "core.token_masks": "core.masks",
     "core.vision_config": "core.checkpoint.vision_config",
     "core.weight_files": "core.models.weight_files",
@@ -143,14 +146,16 @@ _FORMER_MODULES = {
     "multimodal.llava.family": "multimodal.llava.clip multimodal.llava.clip_config multimodal.llava.config",
     "multimodal.llava_next.family": "multimodal.llava_next.config",
     "multimodal.media_options": "multimodal.images.limits multimodal.images.mm_processor_kwargs multimodal.options",
-    "multimodal.media_tasks": "multimodal.async_gather multimodal.gather multimodal.media_timing multimodal.stages",
+    "multimodal.media_timing_and_concurrency": """
+        multimodal.async_gather multimodal.gather multimodal.media_tasks multimodal.media_timing multimodal.stages""",
     "multimodal.media_uuids": "multimodal.uuids",
     "multimodal.mllama": "multimodal.mllama_tower multimodal.stacks",
     "multimodal.mllama.config": "multimodal.mllama_tower.config multimodal.stacks.config",
     "multimodal.mllama.model": "multimodal.mllama_tower.model multimodal.stacks.model",
-    "multimodal.normalisation": "multimodal.colours multimodal.tiles.fine multimodal.vit.fixed_point_pixels",
     "multimodal.patch_packing": "multimodal.grids multimodal.packing multimodal.patch_grids",
     "multimodal.phi3_v.family": "multimodal.phi3_v.config",
+    "multimodal.pixel_normalisation": """
+        multimodal.colours multimodal.normalisation multimodal.tiles.fine multimodal.vit.fixed_point_pixels""",
     "multimodal.pixtral": "multimodal.lines multimodal.mistral3 multimodal.pixtral_tower",
     "multimodal.pixtral.config": """
         multimodal.lines.config multimodal.pixtral.fields multimodal.pixtral.names multimodal.pixtral.pixtral_hf_config
@@ -190,7 +195,7 @@ _FORMER_MODULES = {
     "multimodal.vit.vision_language_config": """
         multimodal.hf_text_config multimodal.texts multimodal.tiles.fields multimodal.vit.hf_vision_config""",
     "multimodal.vit.vit_block": "multimodal.vit_block",
-    "multimodal.vit.vit_config": "multimodal.vit multimodal.vit.base_config",
+    "multimodal.vit.vit_sizes": "multimodal.vit multimodal.vit.base_config multimodal.vit.vit_config",
     "server.text.incremental_parser": "server.text.incremental",
     "server.tools.json_tool_parsers": "server.tools.hermes server.tools.llama3 server.tools.mistral",
     "server.tools.parser_registry": """

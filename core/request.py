@@ -11,7 +11,7 @@ from trencadis.core.errors import BadRequest
 from trencadis.core.flag_options import MOST, Bound
 from trencadis.core.json_types import Json
 from trencadis.core.media_spans import MediaSpan
-from trencadis.core.structured_outputs import (
+from trencadis.core.output_constraints import (
     GuidedDecodingParams,
     RepetitionDetectionParams,
     Rule,

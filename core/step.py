@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trencadis.core.cross_attention_inputs import NO_CROSS_ATTENTION, CrossAttentionSpans
-from trencadis.core.structured_outputs import Rule
+from trencadis.core.output_constraints import Rule
 
 PENDING = -1
 """Stands for a token that has been sampled but not fetched: the device reads it from its sampler slot."""

@@ -22,7 +22,7 @@ from trencadis.core.startup_progress_and_warmup_pacing import Progress
 from trencadis.engine_args import EngineArgs, build_offline_setup, read_template
 from trencadis.llm_engine import LLMEngine, PromptProgressBar, UseTqdm
 from trencadis.multimodal.media_options import media_scope
-from trencadis.multimodal.media_tasks import gather_or_cancel
+from trencadis.multimodal.media_timing_and_concurrency import gather_or_cancel
 from trencadis.offline_adapters import LoRARequests
 from trencadis.offline_beam_search import (
     BeamSearchOutput,

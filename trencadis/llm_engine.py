@@ -27,10 +27,11 @@ from trencadis.offline_adapters import LoRARequest, OfflineAdapters
 from trencadis.offline_beam_search import EngineParams, GenerationParams, engine_params
 from trencadis.offline_tokenizer import OfflineTokenizer
 from trencadis.outputs import OutputBuilder, RequestOutput
-from trencadis.prompt_inputs import PromptType, add_sampling_rule, apply_structured_outputs, check_priority, read_prompt
+from trencadis.prompt_inputs import PromptType, check_priority, read_prompt
 from trencadis.server.engine.engine_client import RequestTiming
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.prompts import media_frontends
+from trencadis.server.prompts.answer_grammar import add_sampling_rule, apply_structured_outputs
 from trencadis.server.prompts.generation_stream import start_timing
 from trencadis.server.prompts.output_processor import ChoiceStream
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
@@ -57,7 +58,7 @@ def _start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
         log.warning("%s", line)
     rank_topology = topology(config, os.environ)
     if not rank_topology.leads:
-        from trencadis.core.executor.engine_connection import run_headless
+        from trencadis.core.executor.headless_ranks import run_headless
 
         raise SystemExit(run_headless(config, rank_topology, os.environ, again=False))
     for line in torch_detection.prepare_device_env(config.device, world=rank_topology.here).lines:

@@ -13,7 +13,7 @@ from trencadis.core.json_types import JsonMapping
 from trencadis.core.request import AdapterRef
 from trencadis.engine_args import read_template
 from trencadis.llm_engine import LLMEngine, PromptProgressBar, UseTqdm
-from trencadis.multimodal.media_tasks import gather_or_cancel
+from trencadis.multimodal.media_timing_and_concurrency import gather_or_cancel
 from trencadis.offline_adapters import LoRARequests
 from trencadis.outputs import (
     ClassificationOutput,

@@ -41,8 +41,8 @@ from trencadis.core.models.image_cross_attention import arena_row_numbers
 from trencadis.core.models.interface import CrossAttentionOps
 from trencadis.core.models.mlp_and_norms import GatedMLP, RMSNorm
 from trencadis.core.quant import online_quant
+from trencadis.core.quant.quantisation_scheme import FLOATS8, Scheme
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.weight_storage_format import FLOATS8, Scheme
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2")
 

@@ -31,26 +31,26 @@ from trencadis.backends.cuda.kernels import (
     fused_moe,
     gather_scatter,
     input_embeddings,
+    kernel_launch_tensors,
     lora_shrink_expand,
     norms,
     paged_attention,
     quantised_kv_attention,
     quantised_linear,
-    recurrent_launch_rows,
     rotary_kernels,
     sample,
     tile_sizes,
     vision_attention,
 )
-from trencadis.backends.cuda.kernels.attention_tensors import (
+from trencadis.backends.cuda.kernels.fused_moe import StackedExperts
+from trencadis.backends.cuda.kernels.kernel_launch_tensors import (
     CrossAttentionItems,
     CudaSegments,
     ItemAttn,
+    ItemRows,
     SingleAttn,
 )
-from trencadis.backends.cuda.kernels.fused_moe import StackedExperts
 from trencadis.backends.cuda.kernels.layers import fused_layer, skinny_gemm
-from trencadis.backends.cuda.kernels.recurrent_launch_rows import ItemRows
 from trencadis.backends.cuda.shape_policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
 from trencadis.core import envs
@@ -254,7 +254,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
     def prepare_recurrent(self, rows: RecurrentRows, attn: Attn) -> RecurrentRows:
         """Lists the chunks of a launch once for all layers; a launch with one token per row has none."""
         single = isinstance(attn, SingleAttn)
-        found = rows if single else recurrent_launch_rows.item_rows(rows, attn.row_start, len(attn.slot_map))
+        found = rows if single else kernel_launch_tensors.item_rows(rows, attn.row_start, len(attn.slot_map))
         return cast(RecurrentRows, found)
 
     def causal_conv(

@@ -19,9 +19,15 @@ from trencadis.backends.hpu.attention import (
     vision_tower_attention,
     window_attention,
 )
-from trencadis.backends.hpu.attention.attention_input_types import FreshAttn, JoinedContext, SharedDecode, SlicedContext
-from trencadis.backends.hpu.attention.attention_softmax import AttentionKernels, lowest
-from trencadis.backends.hpu.attention.per_launch_inputs import AttnPreparation, DecodeForm, SegmentPreparation
+from trencadis.backends.hpu.attention.attention_input_types import (
+    AttentionKernels,
+    FreshAttn,
+    JoinedContext,
+    SharedDecode,
+    SlicedContext,
+)
+from trencadis.backends.hpu.attention.per_launch_attention_inputs import AttnPreparation, DecodeForm, SegmentPreparation
+from trencadis.backends.hpu.attention.plain_attention import lowest
 from trencadis.backends.hpu.fused_experts import (
     ListedExperts,
     ListedFp8Experts,
@@ -50,8 +56,8 @@ from trencadis.backends.hpu.hpu_recurrent_ops import (
     store_states,
 )
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.joined_adapters import JoinedAdapterOps, JoinedSlots
-from trencadis.backends.hpu.launches.hpu_inputs import HEAD_TYPES, RESET_TYPES, convert_fields, leaves, rebuild
+from trencadis.backends.hpu.joined_lora_adapters import JoinedAdapterOps, JoinedSlots
+from trencadis.backends.hpu.launches.hpu_host_arrays import HEAD_TYPES, RESET_TYPES, convert_fields, leaves, rebuild
 from trencadis.backends.hpu.launches.region_compiler import RegionCompiler, Regions, group_layers
 from trencadis.backends.hpu.sampling_thresholds import find_thresholds
 from trencadis.backends.hpu.shape_policy import pieces

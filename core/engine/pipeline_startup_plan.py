@@ -16,7 +16,7 @@ from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 
 def planned_stages(starts: Sequence[DryRun]) -> tuple[StartupPlan, ...]:
     """Returns the plan and the ledger of each stage's devices, with the same agreement as
-    ``core.engine.graph_startup``.
+    ``core.engine.device_startup``.
 
     Args:
         starts: the dry run of each stage, whose model is its share (``core.shapes.pipeline_partition.split_model``).

@@ -23,9 +23,9 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import can_share
 from trencadis.core.kv_cache_format import kv_notes
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.host_memory_offload import check_offload
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.memory.weight_bytes import weight_notes
-from trencadis.core.memory.weight_offload import check_offload
 from trencadis.core.shapes.pipeline_partition import check_ranks
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.spec.draft_checkpoint import Drafter, EagleConfig, sizes_of
@@ -296,7 +296,7 @@ def list_remedies(start: S, limits: ShapeLimits, blocks: int) -> Iterator[tuple[
                 yield f"--cpu-offload-gb {size}", change(cpu_offload_gb=float(size))
     for ranks in (n for n in MORE_RANKS if n > start.device.ranks and can_share(start.model, n)):
         device = dataclasses.replace(start.device, ranks=ranks)
-        yield f"--tensor-parallel-size {ranks}", dataclasses.replace(start, device=device)
+        yield f"--tensor-parallel-size {ranks}", dataclasses.replace(change(tensor_parallel_size=ranks), device=device)
 
 
 def quantise_model(model: ModelConfig, kind: str) -> ModelConfig:

@@ -28,7 +28,7 @@ from trencadis.core.executor.rank_info import RankInfo, compute_rank_fingerprint
 from trencadis.core.executor.rank_launcher import PATIENCE, Launcher, LocalLauncher, RemoteRankState, name_ranks
 from trencadis.core.executor.rendezvous import leave_group
 from trencadis.core.executor.uniproc_executor import SubmittedWork
-from trencadis.core.launches.stage_transfer import StageOutputs
+from trencadis.core.launches.pipeline_transfer import StageOutputs
 from trencadis.core.links.authenticated_link import HeartbeatThread
 from trencadis.core.links.message_link import Link, LinkClosed
 from trencadis.core.links.rank_placement import world_of

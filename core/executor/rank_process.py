@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
-from trencadis.core.executor.engine_connection import connect_to_engine
 from trencadis.core.executor.executor_interface import Rank, RankHandle, SerialThread
+from trencadis.core.executor.headless_ranks import connect_to_engine
 from trencadis.core.executor.rank_info import RankInfo, compute_rank_fingerprint, folder_of
 from trencadis.core.links.authenticated_link import HeartbeatThread
 from trencadis.core.links.message_link import Link, LinkClosed, PlainLink

@@ -22,12 +22,12 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages, ray_broker
 from trencadis.core.executor.engine_launcher import RAY_TOKEN, EngineHandle, EngineProcessHandle
-from trencadis.core.executor.nodes_launcher import tls_files
+from trencadis.core.executor.multi_node_launcher import tls_files
 from trencadis.core.executor.rank_info import compute_rank_fingerprint
 from trencadis.core.links.authenticated_link import Relay
 from trencadis.core.links.group_key import GroupKey
-from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.message_link import LinkClosed, PlainLink, shut_socket
+from trencadis.core.links.rank_listener import AuthListener
 from trencadis.core.process import engine_messages
 from trencadis.core.process.child_process import environment
 

@@ -34,7 +34,7 @@ from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.host_memory import gib
 from trencadis.core.memory import graph_selection as budget
 from trencadis.core.memory.graph_selection import GraphPrice
-from trencadis.core.memory.ledger import (
+from trencadis.core.memory.memory_division import (
     DECODE,
     POOLS,
     TEXT,

@@ -14,7 +14,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.persistent_tensors import kv_cache, sampler_state
 from trencadis.core.media_spans import RESERVED_ROWS
-from trencadis.core.memory.estimate import row_blocks
+from trencadis.core.memory.memory_estimator import row_blocks
 from trencadis.core.models import model_loader
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.eagle3 import FROM_TARGET, Eagle3Head, HeadState, StateProjection

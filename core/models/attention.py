@@ -28,7 +28,7 @@ from trencadis.core.checkpoint.rope_config import (
 from trencadis.core.checkpoint.weight_source_interface import StackedPart, StoredRows, WeightSource, stack
 from trencadis.core.device.backend import AdapterRows, Attn, Backend, LayerKV, Ops, Rotary, SinksArgument
 from trencadis.core.kv_cache_format import KVFormat
-from trencadis.core.models.kv_cache_codes import pairs_of, static_of
+from trencadis.core.models.kv_cache_quantisation import pairs_of, static_of
 from trencadis.core.models.linear_and_embedding import (
     ColumnParallelLinear,
     ColumnPart,

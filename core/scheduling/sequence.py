@@ -20,12 +20,12 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.pooling_config import ALL, FIRST, LAST, MEAN
 from trencadis.core.kv.block_pool import BlockHashChain
 from trencadis.core.media_spans import MediaSpan
+from trencadis.core.output_constraints import Repetition, repeats
 from trencadis.core.request import MAX_LOGPROBS, Delta, Request, RequestStats, TokenLogprob
 from trencadis.core.spec.draft_count import AcceptanceRates, DraftModes
 from trencadis.core.spec.draft_proposer import DraftProposer
 from trencadis.core.step import PENDING, Float32, Int32, Opening, PoolSpan, Sample
 from trencadis.core.step_output import Pooled
-from trencadis.core.structured_outputs import Repetition, repeats
 
 _MASK = (1 << 64) - 1
 AHEAD = 128

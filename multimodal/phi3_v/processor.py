@@ -17,14 +17,14 @@ from trencadis.core.buckets import align_up
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import JsonMapping
-from trencadis.multimodal.normalisation import (
+from trencadis.multimodal.phi3_v.family import NEWLINE, SEPARATOR, Phi3VVisionConfig
+from trencadis.multimodal.pixel_normalisation import (
     CLIP,
     downscale_bicubic,
     encode_bytes,
     encode_fixed_point,
     read_normalisation,
 )
-from trencadis.multimodal.phi3_v.family import NEWLINE, SEPARATOR, Phi3VVisionConfig
 from trencadis.multimodal.processor_interface import ImageGeometry, Layout, PlaceholderRun
 from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,

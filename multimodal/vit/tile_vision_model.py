@@ -29,7 +29,7 @@ from trencadis.core.models.linear_and_embedding import (
 from trencadis.core.models.mlp_and_norms import Norm, norm_of
 from trencadis.core.step import Encode
 from trencadis.core.vision_config import WINDOW_SLOTS
-from trencadis.multimodal.normalisation import OFFSET, PLANE_WEIGHTS, PLANES, PixelNormalisation
+from trencadis.multimodal.pixel_normalisation import OFFSET, PLANE_WEIGHTS, PLANES, PixelNormalisation
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS, TileVisionConfig
 from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift
 

@@ -26,7 +26,7 @@ from trencadis.server.bench.accuracy_scores import (
     paired_difference,
     score_rows,
 )
-from trencadis.server.cli.flag_parser import parse_options, print_help_if_asked
+from trencadis.server.cli.subcommand_flag_parser import parse_options, print_help_if_asked
 from trencadis.server.config import model_download
 from trencadis.server.processes import signals_and_logging
 

@@ -15,7 +15,7 @@ from trencadis.core.executor.engine_launcher import EngineHandle
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels
-from trencadis.server.engine.request_link import STOPPED, EngineLink
+from trencadis.server.engine.engine_process_link import STOPPED, EngineLink
 from trencadis.server.engine.sleep_state import SleepState
 
 log = logging.getLogger("trencadis.server")

@@ -22,7 +22,7 @@ from trencadis.core.kv.block_pool import SIZE, BlockHashChain, image_key
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels
-from trencadis.server.engine.request_link import STOPPED
+from trencadis.server.engine.engine_process_link import STOPPED
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.processes.combined_engine_state import EngineGroup
 from trencadis.server.processes.replica_router import PrefixAffinityRouter

@@ -29,7 +29,8 @@ from trencadis.core.shapes import plan_change_rules
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.bucket_profile import MAX_BYTES, merge_into_profile, read_profile
-from trencadis.core.shapes.cost_model import (
+from trencadis.core.shapes.launch_costs import Costs
+from trencadis.core.shapes.measured_launch_times import (
     LEAST_LAUNCHES,
     BucketTimes,
     LaunchTime,
@@ -39,9 +40,8 @@ from trencadis.core.shapes.cost_model import (
     parse_cost,
     residuals_of,
 )
-from trencadis.core.shapes.launch_costs import Costs
-from trencadis.core.shapes.learned_plan import KEPT_STAGES
 from trencadis.core.shapes.plan_change_rules import ChangeRate, PlanCosts, judge
+from trencadis.core.shapes.plan_from_recorded_needs import KEPT_STAGES
 from trencadis.core.shapes.rectangular_launches import RowNeed
 from trencadis.core.shapes.shape_need_histogram import MAX_CELLS, NeedHistogram
 from trencadis.core.shapes.shape_need_recorder import PERIOD_SECONDS, PERIODS, RECENT_SECONDS, NeedRecorder

@@ -22,7 +22,7 @@ from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.weight_offload import plan_offload
+from trencadis.core.memory.host_memory_offload import plan_offload
 from trencadis.core.request import Request, SamplingParams
 from trencadis.server.plan.plan_command import make_plan
 

@@ -13,7 +13,7 @@ from tests.engine.test_schedules import play
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.launches.rank_input_batch import RankInputBatch
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.scheduling.encoder_scheduler import EncoderCache
+from trencadis.core.scheduling.encoder_cache import EncoderCache
 from trencadis.core.scheduling.fair_order import FairOrder
 from trencadis.core.scheduling.request_lifecycle import Lifecycle
 from trencadis.core.scheduling.scheduler import Scheduler

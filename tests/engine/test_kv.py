@@ -10,7 +10,7 @@ from trencadis.core.kv.block_pool import BlockHashChain, BlockPool
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import AdapterRef, Request, SamplingParams
-from trencadis.core.scheduling.encoder_scheduler import EncoderCache
+from trencadis.core.scheduling.encoder_cache import EncoderCache
 from trencadis.multimodal.qwen2_vl.mrope import mrope_positions as rotary
 
 

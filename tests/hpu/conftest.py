@@ -18,7 +18,7 @@ from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.emulator.emulated_errors import parse
+from trencadis.backends.hpu.emulator.injected_faults import parse
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.shape_policy import policy
 from trencadis.core.device.backend import BackendConfig

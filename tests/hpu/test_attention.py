@@ -14,9 +14,13 @@ from torch import Tensor
 
 from tests.oracles.gaudi_launches import BLOCK, BLOCKS, LAUNCHES, AttentionLayer, reference, references, step_inputs
 from tests.traffic.launch_lines import LINES, plan_of
-from trencadis.backends.hpu.attention import attention_softmax, prefill_attention, window_attention
-from trencadis.backends.hpu.attention.attention_input_types import ContextAttn, FreshAttn, SlicedContext
-from trencadis.backends.hpu.attention.attention_softmax import AttentionKernels
+from trencadis.backends.hpu.attention import plain_attention, prefill_attention, window_attention
+from trencadis.backends.hpu.attention.attention_input_types import (
+    AttentionKernels,
+    ContextAttn,
+    FreshAttn,
+    SlicedContext,
+)
 from trencadis.backends.hpu.attention.prefill_attention import check_bucket, largest_mask
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.card_profiles import profile
@@ -34,7 +38,7 @@ from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.errors import StartupError
 from trencadis.core.launch_inputs import StepInputs
 from trencadis.core.launches.host_inputs import own_positions
-from trencadis.core.memory import estimate
+from trencadis.core.memory import memory_estimator
 
 Make = Callable[..., Any]
 
@@ -208,8 +212,8 @@ def test_asked_for_float32_scores_are_made_in_float32(fused: bool) -> None:
     exact = q.double() @ k.double().transpose(2, 3)
     kernels = AttentionKernels(product=(lambda a, b: a.float() @ b.float()) if fused else None, exact=True)
     errors = []
-    for scores in ((q @ k.transpose(2, 3)).float(), attention_softmax.times(q, k.transpose(2, 3), True, kernels)):
-        share = attention_softmax.weights(scores, scale, seen)
+    for scores in ((q @ k.transpose(2, 3)).float(), plain_attention.times(q, k.transpose(2, 3), True, kernels)):
+        share = plain_attention.weights(scores, scale, seen)
         errors.append(
             [float((a.double() - b).abs().max()) for a, b in ((scores, exact), (share, (exact * scale).softmax(-1)))]
         )
@@ -390,8 +394,8 @@ def test_limits_of_the_fused_kernel_are_the_emulators() -> None:
     mask = torch.empty(1, 1, 1 << 16, 1 << 14, dtype=torch.bool, device="lazy")
     with pytest.raises(Refused, match="2\\^31"):
         Kernels(shapes).sdpa(tall, tall[:, :, : 1 << 14], tall[:, :, : 1 << 14], mask)
-    rows = attention_softmax.mask_rows(1 << 21)
-    assert 64 <= rows < attention_softmax.QUERY_TILE and rows * (1 << 21) * attention_softmax.MASK_ITEM < 1 << 31
+    rows = plain_attention.mask_rows(1 << 21)
+    assert 64 <= rows < plain_attention.QUERY_TILE and rows * (1 << 21) * plain_attention.MASK_ITEM < 1 << 31
     card = EmulatedDevice(profile(""))
     make_bridge(card)
     kernels = Kernels(card)
@@ -405,8 +409,8 @@ def test_limits_of_the_fused_kernel_are_the_emulators() -> None:
 
 
 def test_the_ledger_counts_with_the_same_sizes() -> None:
-    assert (HpuSettings.context_slice, attention_softmax.QUERY_TILE) == (estimate.SLICE, estimate.TILE)
-    assert attention_softmax.QUERY_TILE % prefill_attention.CAUSAL_STEP == 0
+    assert (HpuSettings.context_slice, plain_attention.QUERY_TILE) == (memory_estimator.SLICE, memory_estimator.TILE)
+    assert plain_attention.QUERY_TILE % prefill_attention.CAUSAL_STEP == 0
 
 
 @pytest.mark.parametrize("name", LINES)

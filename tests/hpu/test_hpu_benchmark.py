@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import subprocess
 import sys
 import time
@@ -98,7 +99,7 @@ def test_a_time_is_entered_under_the_form_that_ran(ran: str, monkeypatch: pytest
 
         def join(self) -> None: ...
 
-    monkeypatch.setattr(ranks_probe.multiprocessing, "get_context", lambda kind: SimpleNamespace(Process=Rank))
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: SimpleNamespace(Process=Rank))
     assert ranks_probe.all_reduce_us(5, ran) == 7.5
     other = {"functional": "eager", "eager": "functional"}[ran]
     with pytest.raises(RuntimeError, match=f"ran in the {ran} form"):

@@ -19,7 +19,7 @@ from trencadis.core.checkpoint.quant_config import online
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS, parse_kv_format
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 
 PIXELS = 50_176
 

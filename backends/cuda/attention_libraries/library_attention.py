@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels.attention_tensors import ItemAttn
-from trencadis.backends.cuda.launches.cuda_inputs import Sizes
+from trencadis.backends.cuda.kernels.kernel_launch_tensors import ItemAttn
+from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffer
 from trencadis.backends.cuda.runtime_protocol import Runtime, Stream
 from trencadis.backends.cuda.shape_policy import align_up, plan_bytes, rows_of

@@ -108,7 +108,7 @@ def cross_attention_bytes(bucket: Bucket, sizes: InputSizes, processors: int = P
 
 
 def input_bytes(bucket: Bucket, sizes: InputSizes, processors: int = PROCESSORS, invariant: bool = False) -> int:
-    """Returns the bytes of all of a bucket's input tensors, which ``cuda_inputs.arrays`` builds."""
+    """Returns the bytes of all of a bucket's input tensors, which ``cuda_host_arrays.arrays`` builds."""
     return sum(map(align_up, _tensors(bucket, sizes, processors, invariant)))
 
 

@@ -5,15 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.attention.attention_input_types import MaskedSegments
-from trencadis.backends.hpu.attention.attention_softmax import (
-    AttentionKernels,
-    Cut,
-    mask_rows,
-    plain,
-    plain_rows,
-    softmax_mode,
-)
+from trencadis.backends.hpu.attention.attention_input_types import AttentionKernels, MaskedSegments
+from trencadis.backends.hpu.attention.plain_attention import Cut, mask_rows, plain, plain_rows, softmax_mode
 from trencadis.backends.hpu.habana_bridge import fused_attention
 from trencadis.core.device.backend import Segments
 from trencadis.core.vision_config import WINDOW_SLOTS

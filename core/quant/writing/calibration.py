@@ -42,7 +42,7 @@ from trencadis.core.models.model_loader import make_model
 from trencadis.core.models.recurrent_layers import make_recurrent_layer
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.request import Request
-from trencadis.core.scheduling.encoder_scheduler import rows_of_run
+from trencadis.core.scheduling.encoder_cache import rows_of_run
 from trencadis.core.step import Encode
 
 BLOCK = 128

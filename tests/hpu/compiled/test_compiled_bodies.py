@@ -24,7 +24,7 @@ from trencadis.backends.hpu.emulator.emulated_compiler import calls, is_view
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.shape_policy import policy
-from trencadis.backends.hpu.start import kernel_probes
+from trencadis.backends.hpu.start import check_hpu_kernels
 from trencadis.core.buckets import Bucket, Stage, ahead_variant, verify_variant
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.quant_config import online
@@ -211,7 +211,7 @@ class Names(TorchDispatchMode):
 def probed() -> frozenset[str]:
     """Operations of the lines that ``check-hpu`` prints of plain torch, and the fused ones, which have their own."""
     with Names() as names:
-        for run, args in kernel_probes.kernels(make_bridge(EmulatedDevice(profile("")), lazy=False)).values():
+        for run, args in check_hpu_kernels.kernels(make_bridge(EmulatedDevice(profile("")), lazy=False)).values():
             run(*args)
     fused = {"sdpa_recomp_fwd", "rms_norm", "rotary_pos_embedding", "cast_to_fp8_v2", "cast_from_fp8", "fp8_gemm_v2"}
     return frozenset(names.seen | fused)

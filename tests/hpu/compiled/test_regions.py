@@ -31,7 +31,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.launches.draft_loading import HeldDraft, load_drafter
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
-from trencadis.core.memory.draft_estimate import with_drafting_buckets
+from trencadis.core.memory.draft_memory_estimate import with_drafting_buckets
 from trencadis.core.models.decoder import DecoderExit
 from trencadis.core.models.mlp_and_norms import RMSNorm
 from trencadis.core.models.model_loader import load_model

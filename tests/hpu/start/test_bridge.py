@@ -187,7 +187,7 @@ def test_only_the_backend_and_the_emulator_see_the_hooks_of_an_emulated_card() -
     assert not {f.name for f in fields(EmulatorHooks)} & {f.name for f in fields(Bridge)}
     folder = ROOT / "backends" / "hpu"
     named = {str(p.relative_to(folder)) for p in folder.rglob("*.py") if HOOKS.search(p.read_text())}
-    assert named == {"backend.py", "habana_bridge.py", "emulator/emulated_bridge.py", "start/kernel_probes.py"}
+    assert named == {"backend.py", "habana_bridge.py", "emulator/emulated_bridge.py", "start/check_hpu_kernels.py"}
 
 
 def test_emulator_variables() -> None:

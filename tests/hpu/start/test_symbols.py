@@ -89,7 +89,7 @@ from trencadis.backends.hpu.hpu_quantised_linear import PackedWeight4
 from trencadis.backends.hpu.hpu_quantised_linear import Floats8Weight
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.weight_storage_format import Scheme
+from trencadis.core.quant.quantisation_scheme import Scheme
 ops = HpuOps(bridge, HpuSettings(), 16)
 weight = torch.randn(40, 96, generator=g)
 rows = torch.randn(3, 96, generator=g).bfloat16()

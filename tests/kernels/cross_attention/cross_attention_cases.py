@@ -18,7 +18,7 @@ from tests.traffic.ragged_rows import ragged_inputs
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda import runtime_of
 from trencadis.backends.cuda.kernels import cross_attend
-from trencadis.backends.cuda.launches.cuda_inputs import Sizes
+from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.cross_attention_inputs import VARIANT, CrossAttentionInputs

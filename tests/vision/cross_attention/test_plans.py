@@ -21,7 +21,7 @@ from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.cache_plan import CacheOptions, plan_cpu
-from trencadis.core.memory.estimate import MemoryEstimator, arena_width
+from trencadis.core.memory.memory_estimator import MemoryEstimator, arena_width
 
 NAME = "Llama-3.2-11B-Vision"
 TOWER: dict[str, Any] = {

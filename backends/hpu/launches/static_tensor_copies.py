@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.hpu.habana_bridge import Bridge
-from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm, arrays, leaves, rebuild
+from trencadis.backends.hpu.launches.hpu_host_arrays import LaunchForm, arrays, leaves, rebuild
 from trencadis.backends.hpu.shape_policy import OutputForm
 from trencadis.core.buckets import Bucket
 from trencadis.core.device.backend import HeadTensorsOut, Inputs, OutOfDeviceMemory, TensorsOut, host_output

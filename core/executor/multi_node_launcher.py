@@ -19,8 +19,8 @@ from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.executor.rank_launcher import RemoteRankState, start_local_rank
 from trencadis.core.links.group_key import SIZE, GroupKey, TlsFiles
-from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.message_link import Link
+from trencadis.core.links.rank_listener import AuthListener
 from trencadis.core.links.rank_placement import EXTERNAL, Topology
 
 

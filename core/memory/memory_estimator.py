@@ -21,7 +21,7 @@ from trencadis.core.kv_cache_format import head_bytes
 from trencadis.core.media_spans import RESERVED_ROWS
 from trencadis.core.memory import launch_memory
 from trencadis.core.memory.graph_selection import GraphPrice
-from trencadis.core.memory.ledger import MemoryInUse
+from trencadis.core.memory.memory_division import MemoryInUse
 from trencadis.core.memory.weight_bytes import (
     AdapterSlotSizes,
     adapter_bytes,

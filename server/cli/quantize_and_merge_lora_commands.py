@@ -19,7 +19,7 @@ from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.json_types import Json, JsonMapping
 from trencadis.core.process import torch_detection
 from trencadis.core.request import SamplingParams
-from trencadis.server.cli.flag_parser import CommandOptions, parse_options, print_help_if_asked
+from trencadis.server.cli.subcommand_flag_parser import CommandOptions, parse_options, print_help_if_asked
 from trencadis.server.config import model_download
 from trencadis.server.processes import signals_and_logging
 from trencadis.server.prompts import media_frontends

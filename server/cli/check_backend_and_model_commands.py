@@ -20,7 +20,7 @@ from trencadis.core import devices
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import StartupError
 from trencadis.core.process import torch_detection
-from trencadis.server.cli.flag_parser import CommandOptions, parse_options, print_help_if_asked
+from trencadis.server.cli.subcommand_flag_parser import CommandOptions, parse_options, print_help_if_asked
 from trencadis.server.processes import signals_and_logging
 
 USAGE = """\

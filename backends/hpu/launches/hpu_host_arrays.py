@@ -46,7 +46,7 @@ HEAD_TYPES = dict.fromkeys(("hidden_row", "slot", "target", "mask_row", "place",
     "top_k": torch.int32
 }
 RESET_TYPES = {"slot": torch.int64, "counts": torch.int32, "bias_id": torch.int64}
-"""Dtypes of fields that arrive as packed in compile mode (``launches.host_copies``)."""
+"""Dtypes of fields that arrive as packed in compile mode (``launches.static_tensor_copies``)."""
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -59,10 +59,11 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def rebuild(tree: Any, make: Callable[[Any], Any]) -> Any:
-    """Returns ``tree`` with ``make`` applied to its arrays or tensors; named tuples keep their type."""
+    """Returns ``tree`` with ``make`` applied to its arrays or tensors; tuples and named tuples keep their type."""
     if isinstance(tree, tuple):
         kind: Any = type(tree)
-        return kind(*(None if item is None else rebuild(item, make) for item in tree))
+        made = [None if item is None else rebuild(item, make) for item in tree]
+        return kind(*made) if hasattr(tree, "_fields") else kind(made)
     assert isinstance(tree, np.ndarray | Tensor)
     return make(tree)
 

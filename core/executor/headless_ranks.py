@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
-from trencadis.core.executor.nodes_launcher import listen_address, shared_key, tls_files
+from trencadis.core.executor.multi_node_launcher import listen_address, shared_key, tls_files
 from trencadis.core.executor.rank_info import requested_threads, threads_of
 from trencadis.core.executor.rank_launcher import PATIENCE, spawn_rank
 from trencadis.core.links.authenticated_link import KeyedLink

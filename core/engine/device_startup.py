@@ -3,8 +3,6 @@ validate.
 
 A model that cannot fit is refused before its weights are loaded, by config.json alone. Each phase is charged with the
 free memory that it used up, so that the ledger's rows sum to the device's total.
-
-Measures activations: runs the costliest launch of each stage once, before the KV cache exists.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
@@ -47,15 +45,14 @@ from trencadis.core.launches.persistent_tensors import (
     sampler_state,
     stream_rows,
 )
-from trencadis.core.launches.stage_transfer import LAST
+from trencadis.core.launches.pipeline_transfer import LAST
 from trencadis.core.lora.adapter_store import open_store
 from trencadis.core.memory import graph_measurements
-from trencadis.core.memory.cache_plan import CachePlan
-from trencadis.core.memory.draft_estimate import with_draft_keys
+from trencadis.core.memory.cache_plan import CachePlan, requested_kv_bytes
+from trencadis.core.memory.draft_memory_estimate import with_draft_keys
 from trencadis.core.memory.graph_selection import GraphPrice, prices_by
-from trencadis.core.memory.kv_cache_size import requested_kv_bytes
 from trencadis.core.memory.launch_memory import costliest_buckets
-from trencadis.core.memory.ledger import MemoryInUse, MemorySplit, check_capacity, divide_memory
+from trencadis.core.memory.memory_division import MemoryInUse, MemorySplit, check_capacity, divide_memory
 from trencadis.core.memory.weight_bytes import slot_sizes
 from trencadis.core.models import model_loader
 from trencadis.core.models.interface import HostLayering, Model, Persistent
@@ -64,70 +61,8 @@ from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.spec.draft_checkpoint import Drafter, sizes_of
 from trencadis.core.startup_progress_and_warmup_pacing import Progress, Throttle
 
-if TYPE_CHECKING:
-    from trencadis.core.device.backend import Backend
-
-
-class MemoryMeter:
-    """The rows of the ledger before graphs. ``others`` is the memory in use when the meter was created."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self.total = backend.memory.total()
-        self._free = backend.memory.free()
-        self.rows: dict[str, int] = {"others": self.total - self._free}
-
-    def charge(self, row: str) -> int:
-        """Charges ``row`` with the bytes used since the last call; returns them."""
-        gc.collect()
-        self._backend.synchronize()
-        free = self._backend.memory.free()
-        taken, self._free = self._free - free, free
-        self.rows[row] = self.rows.get(row, 0) + taken
-        return taken
-
-    def memory_in_use(self) -> MemoryInUse:
-        """Returns the bytes in use before the KV cache is allocated."""
-        names = (
-            *("others", "weights", "arena", "state", "hidden", "inputs", "activations", "copies"),
-            *("recurrent", "adapters", "draft_weights"),
-        )
-        return MemoryInUse(self.total, *(self.rows.get(name, 0) for name in names))
-
-
 PROFILE_BLOCKS = RESERVED_BLOCKS + 1
 """KV blocks during profiling: the reserved ones, which padding reads and writes, and one more."""
-
-
-def profile_activations(graphs: GraphManager, buckets: list[Bucket]) -> dict[Bucket, int]:
-    """Runs ``buckets`` on padding with temporary programs, because the later KV cache has another shape.
-
-    Returns, for each bucket, the bytes that are in use on the device after its run.
-
-    Raises:
-        StartupError: one line if a bucket's run does not fit the device's memory.
-    """
-    taken, free = {}, graphs.backend.memory.free
-    graphs.backend.synchronize()
-    before = free()
-    for bucket in buckets:
-        program = graphs.make(bucket)
-        try:
-            program.rehearse()
-            graphs.backend.synchronize()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise StartupError(
-                f"{bucket}, one of the largest launches, does not fit the device ({format_error(error)}): lower "
-                "--max-num-batched-tokens, --max-num-seqs, or max_pixels of --mm-processor-kwargs"
-            ) from None
-        del program
-        gc.collect()
-        taken[bucket] = max(before - free(), 0)
-    graphs.accept_compilations()
-    return taken
-
 
 SHOWN_NOTES = (
     "max_model_len",
@@ -490,3 +425,60 @@ def _paper(
 def _note_imitated_cache(held: int, booked: int) -> list[str]:
     """Returns the note about a simulated card, whose KV cache is smaller than in its ledger."""
     return [] if held == booked else [f"{booked} KV blocks are booked; the host backs {held} of them."]
+
+
+class MemoryMeter:
+    """The rows of the ledger before graphs. ``others`` is the memory in use when the meter was created."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.total = backend.memory.total()
+        self._free = backend.memory.free()
+        self.rows: dict[str, int] = {"others": self.total - self._free}
+
+    def charge(self, row: str) -> int:
+        """Charges ``row`` with the bytes used since the last call; returns them."""
+        gc.collect()
+        self._backend.synchronize()
+        free = self._backend.memory.free()
+        taken, self._free = self._free - free, free
+        self.rows[row] = self.rows.get(row, 0) + taken
+        return taken
+
+    def memory_in_use(self) -> MemoryInUse:
+        """Returns the bytes in use before the KV cache is allocated."""
+        names = (
+            *("others", "weights", "arena", "state", "hidden", "inputs", "activations", "copies"),
+            *("recurrent", "adapters", "draft_weights"),
+        )
+        return MemoryInUse(self.total, *(self.rows.get(name, 0) for name in names))
+
+
+def profile_activations(graphs: GraphManager, buckets: list[Bucket]) -> dict[Bucket, int]:
+    """Runs ``buckets`` on padding with temporary programs, because the later KV cache has another shape.
+
+    Returns, for each bucket, the bytes that are in use on the device after its run.
+
+    Raises:
+        StartupError: one line if a bucket's run does not fit the device's memory.
+    """
+    taken, free = {}, graphs.backend.memory.free
+    graphs.backend.synchronize()
+    before = free()
+    for bucket in buckets:
+        program = graphs.make(bucket)
+        try:
+            program.rehearse()
+            graphs.backend.synchronize()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise StartupError(
+                f"{bucket}, one of the largest launches, does not fit the device ({format_error(error)}): lower "
+                "--max-num-batched-tokens, --max-num-seqs, or max_pixels of --mm-processor-kwargs"
+            ) from None
+        del program
+        gc.collect()
+        taken[bucket] = max(before - free(), 0)
+    graphs.accept_compilations()
+    return taken

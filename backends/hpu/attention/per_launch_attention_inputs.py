@@ -13,12 +13,12 @@ from trencadis.backends.hpu.attention import (
     window_attention,
 )
 from trencadis.backends.hpu.attention.attention_input_types import (
+    AttentionKernels,
     BlockDecodeAttn,
     ContextAttn,
     FreshAttn,
     MaskedSegments,
 )
-from trencadis.backends.hpu.attention.attention_softmax import AttentionKernels
 from trencadis.core.device.backend import Attn, Segments
 
 

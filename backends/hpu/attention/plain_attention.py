@@ -1,4 +1,4 @@
-"""Scores, plain softmax, and the merging of parts that were attended to one after the other.
+"""Attention by plain operations: scores, softmax, and the merging of parts attended to one after the other.
 
 Nothing here reads a value on the host, and no score row is ever fully hidden: every row sees at least a key of zeros.
 """
@@ -6,11 +6,11 @@ Nothing here reads a value on the host, and no score row is ever fully hidden: e
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from trencadis.backends.hpu.attention.attention_input_types import AttentionKernels
 from trencadis.backends.hpu.habana_bridge import AttentionPart
 
 QUERY_TILE = 1024
@@ -26,26 +26,6 @@ MASK_ITEM = 2
 """Bytes of one value of a mask in the kernel, which may widen booleans to bfloat16."""
 
 Cut = Callable[[], None]
-
-
-class AttentionKernels(NamedTuple):
-    """The fused symbols that attention may use; None where plain operations take their place.
-
-    They are fields of ``habana_bridge.Bridge``.
-    """
-
-    sdpa: Callable[..., Tensor] | None = None
-    parts: Callable[..., AttentionPart] | None = None
-    exact: bool = False
-    """Scores are products of float32 where the card has no product of bfloat16 into float32."""
-    decode_parts: bool = False
-    """DECODE attends to each block by ``parts``, which reads keys and values once."""
-    product: Callable[[Tensor, Tensor], Tensor] | None = None
-    adjustment: Callable[..., Tensor] | None = None
-    to_fp8: Callable[[Tensor], Tensor] | None = None
-    from_fp8: Callable[[Tensor, torch.dtype], Tensor] | None = None
-    sinks: Tensor | None = None
-    """float32 [h]: a score of each head that counts in the softmax and has no value (``Ops.attend``)."""
 
 
 def lowest(dtype: torch.dtype) -> float:
