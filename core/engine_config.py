@@ -251,8 +251,8 @@ class EngineConfig:
     max_loras: int = opt(1, "adapters on the device, which requests of one step may use", bound=Bound(1, 256))
     max_lora_rank: int = opt(16, "largest rank of an adapter", bound=Bound(1, 512))
     max_cpu_loras: int | None = opt(
-        None, "adapters that the server holds in all, those on the device among them (default: --max-loras, or the "
-        "number of --lora-modules)", bound=Bound(1, 65536),
+        None, "adapters in host memory, those on the device among them; requests that name others read them again "
+        "(default: --max-loras, or the number of --lora-modules)", bound=Bound(1, 65536),
     )  # fmt: skip
     batch_invariant: bool = opt(
         False, "the same answer, bit by bit, in any batch and chunking; slower",

@@ -148,6 +148,10 @@ class StartupError(Exception):
         super().__init__(CONTROL.sub(" ", message).encode("utf-8", "backslashreplace").decode())
 
 
+class FilesNotFound(StartupError):
+    """Raised if there is no such folder or hub repository, or nothing of the asked kind in it."""
+
+
 BY_STATUS: dict[int, type[TrencadisError]] = {
     c.status: c
     for c in (

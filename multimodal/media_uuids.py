@@ -6,11 +6,19 @@ import hashlib
 from collections import OrderedDict
 from threading import Lock
 
-from trencadis.core.errors import Conflict
+from trencadis.core.errors import BadRequest, Conflict
 
 ENTRIES = 1 << 16
 """Most names that are stored; about 250 bytes each."""
 UUID_CONFLICT = "This uuid already names other media; use a new one for other bytes."
+
+
+def make_miss_error(kind: str, index: int) -> BadRequest:
+    """Returns the error for a uuid without data that names nothing which is cached, in vLLM's words.
+
+    ``index``: the position among the prompt's media of this ``kind``, from 0.
+    """
+    return BadRequest(f"Cache miss for {kind} at index {index} but data is not provided; send it with its data.")
 
 
 class UuidRegistry:

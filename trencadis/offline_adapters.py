@@ -12,7 +12,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.request import AdapterRef
 from trencadis.server.config.model_download import find_adapter_folder
-from trencadis.server.prompts.adapter_registry import AdapterRegistry
+from trencadis.server.prompts.adapter_registry import MOST_ADAPTERS, AdapterRegistry
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class OfflineAdapters:
         if known is not None and known.root == asked.lora_path and not asked.load_inplace:
             return known.ref
         try:
-            if known is None and len(served) >= self._registry.most:
+            if known is None and len(served) >= MOST_ADAPTERS:
                 del served[next(iter(served))]  # offline, nothing unloads adapters
             return self._registry.add(asked.lora_name, asked.lora_path, replace=True).ref
         except StartupError as error:

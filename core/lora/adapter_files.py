@@ -23,7 +23,7 @@ from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.core.checkpoint.model_config import GATED, ModelConfig, TextConfig
 from trencadis.core.checkpoint.model_registry import adapted_tower, family_of
 from trencadis.core.checkpoint.quant_config import canonical_name
-from trencadis.core.errors import StartupError
+from trencadis.core.errors import FilesNotFound, StartupError
 from trencadis.core.json_types import Json
 
 CONFIG = "adapter_config.json"
@@ -35,12 +35,17 @@ MOST_REPEATS = 3
 
 WITHOUT_EFFECT = frozenset({
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying",
-    "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
-    "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core",
-    "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
-    "velora_config",
+    "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform",
+    "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_version",
+    "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type", "velora_config",
 })  # fmt: skip
 """Keys about training, or about which modules were trained: the names of the tensors say the same."""
+
+KEEP_BASE = ("gaussian", "eva", "orthogonal", "mica")
+"""Values of ``init_lora_weights``, beside true and false, with which training leaves the weights of the base alone.
+
+Others (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ) change them first, so that the adapter does not fit the original weights.
+"""
 
 REFUSED = {
     "use_dora": "DoRA scales the base's weights; merge the adapter with peft",
@@ -88,18 +93,24 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     """Reads the configuration of the adapter in ``folder``.
 
     Raises:
-        StartupError: it is missing or invalid, or asks for something that is not implemented; one line.
+        FilesNotFound: it is missing.
+        StartupError: it is invalid, or asks for something that is not implemented; one line.
     """
     path = folder / CONFIG
     values = read_json(path)
     if values is None:
-        raise StartupError(f"{folder} holds no LoRA adapter: it has no {CONFIG}")
+        raise FilesNotFound(f"{folder} holds no LoRA adapter: it has no {CONFIG}")
     c = JsonFields(values, path)
     c.only("peft_type", ("LORA",), "LORA")
     c.only("bias", ("none",), "none")
     for key, why in REFUSED.items():
         if values.get(key):
             c.refuse(key, why)
+    if values.get("init_lora_weights") not in (None, True, False, *KEEP_BASE):
+        c.refuse(
+            "init_lora_weights",
+            "training changed the base's weights; save it again by peft with path_initial_model_for_weight_conversion",
+        )
     rank = c.integer("r", most=MOST_RANK)
     alpha = c.number("lora_alpha", 0, MOST_ALPHA, above=True)
     ranks, alphas = c.within("rank_pattern"), c.within("alpha_pattern")
@@ -110,7 +121,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         alphas={_check(alphas, key): alphas.number(key, 0, MOST_ALPHA, above=True) for key in alphas.values},
         root_scale=c.boolean("use_rslora", False),
     )
-    for key in sorted(c.unread() - WITHOUT_EFFECT - set(REFUSED)):
+    for key in sorted(c.unread() - WITHOUT_EFFECT - {*REFUSED, "init_lora_weights"}):
         if values[key]:
             c.refuse(key, "this key is not known, and may change answers")
     return made
@@ -396,13 +407,14 @@ def resolve_folder(path: str, allowed: Path | None = None) -> Path:
     """Returns the folder of an adapter.
 
     Raises:
-        StartupError: there is no such folder, it is not inside ``allowed``, or a file in it is a link out of it.
+        FilesNotFound: there is no such folder.
+        StartupError: it is not inside ``allowed``, or a file in it is a link out of it.
     """
     folder = Path(os.path.realpath(Path(path).expanduser()))
     if allowed is not None and not folder.is_relative_to(os.path.realpath(allowed)):
         raise StartupError(f"{path[:120]} is not inside the folder of --allowed-lora-path")
     if not folder.is_dir():
-        raise StartupError(f"{path[:120]} is no folder of an adapter")
+        raise FilesNotFound(f"{path[:120]} is no folder of an adapter")
     for entry in folder.iterdir():
         if entry.is_symlink() and allowed is not None and not Path(os.path.realpath(entry)).is_relative_to(folder):
             raise StartupError(f"{path[:120]}: {entry.name[:60]} is a link out of the folder")

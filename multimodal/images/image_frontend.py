@@ -24,7 +24,7 @@ from trencadis.multimodal.images.pil_decode import load_pil_image
 from trencadis.multimodal.images.processor_cache import ProcessorCache
 from trencadis.multimodal.media_options import NO_OPTIONS, NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.media_timing_and_concurrency import gather_or_cancel
-from trencadis.multimodal.media_uuids import UuidRegistry
+from trencadis.multimodal.media_uuids import UuidRegistry, make_miss_error
 from trencadis.multimodal.processor_interface import PreparedImage, Processor
 from trencadis.multimodal.sources.media_loader import MediaLoader, MediaPermits, is_web_url
 
@@ -131,7 +131,9 @@ class ImageFrontend:
             raise BadRequest(f"At most {self.limits.images} image(s) may be provided in one prompt.", param="image")
         if scope.options != NO_OPTIONS:
             self.processor.with_options(scope.options, "mm_processor_kwargs")
-        return await gather_or_cancel(self._prepare_part(MediaPart(*part), scope) for part in parts)
+        return await gather_or_cancel(
+            self._prepare_part(MediaPart(*part)._replace(index=i), scope) for i, part in enumerate(parts)
+        )
 
     def close(self) -> None:
         """Ends the workers at once, and the threads when their work is done."""
@@ -170,9 +172,9 @@ class ImageFrontend:
 
     async def _prepare_named(self, part: MediaPart, scope: MediaScope, processor: Processor) -> PreparedImage:
         """Prepares an image with a uuid; without data the uuid identifies it."""
-        name = part.uuid or ""
         if part.source is None:
-            return await self._prepare_by_uuid(name, scope, processor)
+            return await self._prepare_by_uuid(part, scope, processor)
+        name = part.uuid or ""
         source = await self._open_source(part, processor)
         self.uuids.check(scope.tenant, scope.salt, name, source.content)
         made = await self._prepare_opened(source, scope, processor)
@@ -183,14 +185,14 @@ class ImageFrontend:
         with media_timing_and_concurrency.time_stage("fetch"):
             return await self.loader.load(url, path)
 
-    async def _prepare_by_uuid(self, uuid: str, scope: MediaScope, processor: Processor) -> PreparedImage:
+    async def _prepare_by_uuid(self, part: MediaPart, scope: MediaScope, processor: Processor) -> PreparedImage:
         """Returns the cached image for a uuid without data; raises BadRequest if there is none."""
-        content = self.uuids.find(scope.tenant, scope.salt, uuid)
+        content = self.uuids.find(scope.tenant, scope.salt, part.uuid or "")
         made = None
         if content is not None:
             made = await self.cache.find(cache_key(scope.salt, processed_digest(content, processor)))
         if made is None:
-            raise BadRequest("No image is cached under this uuid; send it with its data.")
+            raise make_miss_error("image", part.index)
         scope.charge(made.resized[0] * made.resized[1])
         return made
 

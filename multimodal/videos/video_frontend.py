@@ -34,7 +34,7 @@ from trencadis.multimodal.media_options import (
     refuse_num_crops,
 )
 from trencadis.multimodal.media_timing_and_concurrency import gather_or_cancel
-from trencadis.multimodal.media_uuids import UuidRegistry
+from trencadis.multimodal.media_uuids import UuidRegistry, make_miss_error
 from trencadis.multimodal.patch_packing import count_slots, count_tokens
 from trencadis.multimodal.processor_interface import PreparedImage, PreparedVideo, VideoProcessor
 from trencadis.multimodal.sources.media_loader import MediaLoader, MediaPermits, is_web_url
@@ -143,7 +143,9 @@ class VideoFrontend:
         """
         if len(parts) > self.limits.videos:
             raise BadRequest(f"At most {self.limits.videos} video(s) may be provided in one prompt.", param="video")
-        return await gather_or_cancel(self._prepare_part(part, tokens_left, scope) for part in parts)
+        return await gather_or_cancel(
+            self._prepare_part(part._replace(index=i), tokens_left, scope) for i, part in enumerate(parts)
+        )
 
     def close(self) -> None:
         """Shuts down the loader's threads. ImageFrontend closes the decoder."""
@@ -190,7 +192,7 @@ class VideoFrontend:
             else await self.cache.find(cache_key(scope.salt, self._digest(content_hash, requested)))
         )
         if made is None:
-            raise BadRequest("No video is cached under this uuid and these options; send it with its data.")
+            raise make_miss_error("video", part.index)
         return cast(PreparedVideo, made)
 
     def _digest(self, content: str, requested: MediaOptions) -> str:

@@ -77,16 +77,17 @@ def serve(settings: Settings) -> int:
 
 
 def find_model(settings: Settings) -> Settings:
-    """Returns settings with the model's folder, and the model's names in the API as given by the user."""
+    """Returns settings with the model's folder, and the model's root and names in the API as given by the user."""
     engine, server = settings.engine, settings.server
-    named = engine.model
+    named = root = engine.model
     changes: dict[str, Any] = {}
     if server.app != ServerConfig().app:
         named = named or "test"
     elif not named:
         from trencadis.assets import demo_path
 
-        named, changes["model"] = DEMO_NAME, str(demo_path())
+        named, root = DEMO_NAME, str(demo_path())
+        changes["model"] = root
         log.info("no model named: serving the bundled demo as %s", DEMO_NAME)
         if not demo_path().is_dir():
             raise StartupError("This installation has no bundled demo; name a model: trencadis serve MODEL.")
@@ -103,6 +104,7 @@ def find_model(settings: Settings) -> Settings:
         settings,
         engine=dataclasses.replace(engine, **changes),
         server=dataclasses.replace(server, served_model_name=names),
+        model_root=root,
     )
 
 

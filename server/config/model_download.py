@@ -9,7 +9,7 @@ from pathlib import Path
 from trencadis.core import envs
 from trencadis.core.checkpoint.config_reader import GGUF, GGUF_HINT, load_config
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.errors import StartupError
+from trencadis.core.errors import FilesNotFound, StartupError
 
 TEXT = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 """Patterns of files of configuration, tokenizer and templates."""
@@ -92,7 +92,7 @@ def find_adapter_folder(config: EngineConfig, name: str) -> Path:
         StartupError: see ``resolve``.
     """
     if not Path(name).expanduser().exists() and not _HUB_ID.fullmatch(name):
-        raise StartupError(f"There is no folder {name[:200]} of an adapter, and a hub id would be owner/name.")
+        raise FilesNotFound(f"There is no folder {name[:200]} of an adapter, and a hub id would be owner/name.")
     return resolve(name, "", config.hf_token, config.download_dir, ADAPTER)
 
 
@@ -116,12 +116,12 @@ def _download(
     except errors.GatedRepoError:
         raise StartupError(f"{model} is gated: ask for access on the hub and give --hf-token.") from None
     except errors.RepositoryNotFoundError:
-        raise StartupError(f"There is no folder {model} here and no such repository on the hub.") from None
+        raise FilesNotFound(f"There is no folder {model} here and no such repository on the hub.") from None
     except errors.RevisionNotFoundError:
         raise StartupError(f"{model} has no revision {revision}.") from None
     except errors.LocalEntryNotFoundError:
         where = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
-        raise StartupError(f"There is no folder {model} here, {where}, and its cache lacks this model.") from None
+        raise FilesNotFound(f"There is no folder {model} here, {where}, and its cache lacks this model.") from None
     except (OSError, ValueError, RuntimeError) as error:
         line = str(error).strip().splitlines() or [type(error).__name__]
         raise StartupError(f"{model} could not be downloaded: {line[0][:200]}") from None

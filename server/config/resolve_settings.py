@@ -79,6 +79,7 @@ class Settings:
         sources: field name -> ``flag``, ``file PATH`` or ``environment NAME``; defaults are absent.
         notes: lines for the terminal.
         shapes: the bucket variables that are set; they have no flags.
+        model_root: the model as the user named it, a hub id or folder; "": not known before it is found.
     """
 
     engine: EngineConfig
@@ -86,6 +87,7 @@ class Settings:
     sources: dict[str, str]
     notes: list[str]
     shapes: dict[str, str] = field(default_factory=dict)
+    model_root: str = ""
 
 
 def resolve_settings(given: command_line.ParsedArguments, environ: Mapping[str, str]) -> Settings:
@@ -137,7 +139,7 @@ def _complete_adapters(engine: EngineConfig, server: ServerConfig) -> EngineConf
     """Returns the configuration with the number of adapters in host memory.
 
     Raises:
-        StartupError: there are settings of adapters without ``--enable-lora``, or more adapters than that number.
+        StartupError: there are settings of adapters without ``--enable-lora``.
     """
     if not engine.enable_lora:
         given = [server.lora_modules, server.default_mm_loras, server.allowed_lora_path]
@@ -146,11 +148,9 @@ def _complete_adapters(engine: EngineConfig, server: ServerConfig) -> EngineConf
         if idle is not None:
             raise StartupError(f"{idle} needs --enable-lora.")
         return engine
-    count = len(server.lora_modules)
-    most = max(engine.max_loras, count) if engine.max_cpu_loras is None else engine.max_cpu_loras
-    if count > most:
-        raise StartupError(f"--lora-modules names {count} adapters; --max-cpu-loras {count} would hold them.")
-    return replace(engine, max_cpu_loras=most)
+    if engine.max_cpu_loras is not None:
+        return engine
+    return replace(engine, max_cpu_loras=max(engine.max_loras, len(server.lora_modules)))
 
 
 def _list_idle_flags(engine: EngineConfig, server: ServerConfig) -> list[str]:

@@ -25,6 +25,7 @@ from trencadis.server.config.vllm_flag_row import (
 _PROXY = "a proxy in front of the server does that"
 _COHERE = "chat is OpenAI's and Anthropic's; of Cohere's routes /v2/embed and /v2/rerank are served"
 _PLUGIN = "a package offers a parser by the entry point trencadis."
+_TAGS = "--reasoning-parser '<think>,</think>' names both tags"
 _TRACES = "--otlp-traces-endpoint traces requests; /metrics has a histogram of each stage"
 _LINES = "lines go to standard error; --log-level says how many, --log-format json makes objects of them"
 _OUTPUTS = "--enable-log-outputs logs whole answers"
@@ -84,8 +85,10 @@ ANSWERS: tuple[FlagRow, ...] = (
     make_refused_row("tool_parser_plugin", "str", _PLUGIN + "tool_parsers"),
     make_refused_row("reasoning_parser_plugin", "str", _PLUGIN + "reasoning_parsers"),
     make_refused_row("tool_server", "str", "calls are returned to the client, which runs them"),
-    FlagRow("reasoning_config", "refused", "json", "--reasoning-parser '<think>,</think>' names both tags", keys=(
+    FlagRow("reasoning_config", "refused", "json", _TAGS, keys=(
         make_means_row("reasoning_parser", "str", "`--reasoning-parser`", copy_unless_given("reasoning_parser")),
+        make_refused_row("reasoning_start_str", "str", _TAGS, "<think>"),
+        make_refused_row("reasoning_end_str", "str", _TAGS + "; a budget of thoughts ends with the second", "</think>"),
     )),
     FlagRow("structured_outputs_config", "refused", "json", "a request says how its answer is formed", keys=(
         make_free_row("backend", "str", "one library makes all grammars", "auto"),

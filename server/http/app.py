@@ -62,7 +62,9 @@ POOLING = (
     serving_score.make_rerank_router,
 )
 _DEFAULT = {EMBED: "/v1/embeddings", CLASSIFY: "/classify"}
-"""Routes to which ``/invocations`` sends the requests of a pooling server, by task."""
+"""Routes to which ``/invocations`` sends the requests of a pooling server, by the first task that it does; those of
+other tasks go to /pooling.
+"""
 
 
 class MethodNotAllowed(TrencadisError):
@@ -123,7 +125,7 @@ def _include_routes(app: FastAPI, state: ServingState) -> None:
     )
     for router in (*own, *(make(state) for make in common)):
         app.include_router(router)
-    app.include_router(make_router(own, "" if how is None else _DEFAULT[how.task]))
+    app.include_router(make_router(own, "" if how is None else _DEFAULT.get(how.tasks[0], "/pooling")))
     app.include_router(make_wrong_task_router(other, how))
     if not state.settings.config.disable_page:
         app.include_router(page_routes.router(state.settings.config.root_path))

@@ -36,7 +36,7 @@ def build_app(settings: Settings, supervisor: Supervisor | Fleet | RemoteEngines
     supervisor.on_info.append(came_up)
     http = HttpSettings(
         settings.server,
-        settings.engine.model,
+        settings.model_root or settings.engine.model,
         settings.engine.device,
         max_running=(settings.engine.max_num_seqs or 128) * settings.server.data_parallel_size,
         priorities=settings.engine.scheduling_policy == "priority",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.errors import BadRequest, NotFound, StartupError
+from trencadis.core.errors import BadRequest, FilesNotFound, NotFound, StartupError
 from trencadis.core.json_types import JsonObject
 from trencadis.core.lora.adapter_files import check_tower, read_adapter, resolve_folder
 from trencadis.core.request import AdapterRef
@@ -20,6 +20,10 @@ FetchAdapter = Callable[[str], Path]
 
 MEDIA_KINDS = ("image", "video")
 """Kinds of media that ``--default-mm-loras`` may name."""
+
+
+MOST_ADAPTERS = 65536
+"""Most adapters of a server, so that clients who load them without end do not use up its memory."""
 
 
 class UnknownAdapter(StartupError):
@@ -68,11 +72,6 @@ class AdapterRegistry:
         self.defaults: dict[str, AdapterRef] = {}
         """Kind of media -> the adapter of requests to the base model that have media of this kind alone."""
 
-    @property
-    def most(self) -> int:
-        """Largest number of adapters."""
-        return self._engine.max_cpu_loras or self._engine.max_loras
-
     def find(self, name: str | None) -> AdapterRef | None:
         """Returns the adapter of a model name; None: it names the base model."""
         served = self.served.get(name or "")
@@ -95,13 +94,9 @@ class AdapterRegistry:
             raise StartupError(f"{name[:60]} is the name of the base model; give the adapter another one")
         if name in self.served:
             if not replace:
-                raise StartupError(f"the adapter {name[:60]} is loaded already; unload it, or set load_inplace")
-        elif len(self.served) >= self.most:
-            oldest = min(self.served.values(), key=lambda one: one.created).ref.name
-            raise StartupError(
-                f"{len(self.served)} adapters are loaded, the most of --max-cpu-loras {self.most}; unload one, e.g. "
-                f"{oldest[:40]}"
-            )
+                raise StartupError(f"the adapter {name[:60]} has already been loaded; unload it, or set load_inplace")
+        elif len(self.served) >= MOST_ADAPTERS:
+            raise StartupError(f"{MOST_ADAPTERS} adapters have been loaded, the most that a server has; unload one")
 
     def read(self, name: str, path: str, parent: str = "", runtime: bool = False) -> ServedAdapter:
         """Reads an adapter, without registering it; takes long, and may run in a thread.
@@ -204,7 +199,7 @@ async def change_adapters(registry: AdapterRegistry, change: JsonObject) -> None
 
     Raises:
         BadRequest: it cannot be loaded.
-        NotFound: it cannot be unloaded because it is not loaded.
+        NotFound: there are no files of it, or it cannot be unloaded because it is not loaded.
     """
     name = change["name"]
     try:
@@ -215,5 +210,7 @@ async def change_adapters(registry: AdapterRegistry, change: JsonObject) -> None
         registry.put(await asyncio.to_thread(registry.read, name, change["path"], change["parent"], True))
     except UnknownAdapter as error:
         raise NotFound(f"{str(error)[:1].upper()}{str(error)[1:]}.", param="lora_name") from None
+    except FilesNotFound as error:
+        raise NotFound(f"The adapter cannot be loaded: {error}", param="lora_path") from None
     except StartupError as error:
         raise BadRequest(f"The adapter cannot be loaded: {error}", param="lora_path") from None

@@ -287,6 +287,7 @@ class MessageRules:
         roles: what the template calls each role that is known here; a user's own stays as it is.
         placeholders: marked text of each kind (``image``, ``video``), for templates that take content as a string.
         as_string: known roles whose content the template takes as a string; a user's own is taken as ``user`` is.
+        as_parts: known roles whose content the template takes as a list of parts alone, as above.
         most: most media of each kind in one prompt.
         text_arguments: the template takes arguments of calls as JSON text, not as objects.
     """
@@ -295,6 +296,7 @@ class MessageRules:
     roles: Mapping[str, str]
     placeholders: Mapping[str, str] = field(default_factory=dict)
     as_string: Collection[str] = ()
+    as_parts: Collection[str] = ()
     most: Mapping[str, int] = field(default_factory=dict)
     text_arguments: bool = False
 
@@ -336,8 +338,8 @@ def _convert_message(message: Json, path: str, rules: MessageRules, conversation
     role = _read_role(message.get("role"), f"{path}.role")
     made = {k: rules.scrub(v) for k, v in message.items() if k not in ("content", "role") and v is not None}
     made["role"] = rules.roles[role] if role in rules.roles else rules.scrub(role)
-    as_string = (role if role in rules.roles else "user") in rules.as_string
-    made["content"] = _convert_content(message.get("content"), path, conversation.media, rules, as_string)
+    known = role if role in rules.roles else "user"
+    made["content"] = _convert_content(message.get("content"), path, conversation.media, rules, known)
     if len(made) > 2:
         _add_calls(made, path, rules, conversation)
     return made
@@ -377,16 +379,17 @@ def _check_media_counts(media: Sequence[MediaPart], most: Mapping[str, int]) -> 
 
 
 def _convert_content(
-    content: Json, path: str, media: list[MediaPart], rules: MessageRules, as_string: bool
+    content: Json, path: str, media: list[MediaPart], rules: MessageRules, role: str
 ) -> str | list[JsonObject]:
     if content is None:
         return ""
     if isinstance(content, str):
-        return str(rules.scrub(content))
+        text = str(rules.scrub(content))
+        return [{"type": "text", "text": text}] if role in rules.as_parts else text
     if not isinstance(content, list | tuple):
         raise BadRequest(f"{path}.content must be a string or a list of parts.", param=f"{path}.content")
     parts = [_convert_part(part, f"{path}.content[{j}]", media, rules) for j, part in enumerate(content)]
-    return _join_as_text(parts, rules) if as_string else parts
+    return _join_as_text(parts, rules) if role in rules.as_string else parts
 
 
 def _join_as_text(parts: Sequence[JsonMapping], rules: MessageRules) -> str:

@@ -357,6 +357,7 @@ class TextService:
             roles=roles,
             placeholders={kind: self._make_placeholder(token) for kind, token in kinds.items() if token >= 0},
             as_string=template.string_roles,
+            as_parts=template.part_roles,
             text_arguments=template.text_arguments,
             most={"image": self.limits.max_images, "video": self.limits.max_videos},
         )

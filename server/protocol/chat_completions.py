@@ -258,7 +258,7 @@ class MessageToolCall(Strict):
 
 
 class Message(Strict):
-    """The assistant's answer. ``reasoning_content`` is another name of ``reasoning``."""
+    """The assistant's answer. ``reasoning_content`` is another name of ``reasoning``, and absent without it."""
 
     role: str = "assistant"
     content: str | None = None
@@ -267,7 +267,7 @@ class Message(Strict):
     audio: None = None
     function_call: None = None
     tool_calls: list[MessageToolCall] = Field(default_factory=list, exclude_if=lambda v: not v)
-    reasoning: str | None = Field(default=None, exclude_if=lambda v: v is None)
+    reasoning: str | None = None
     reasoning_content: str | None = Field(default=None, exclude_if=lambda v: v is None)
 
 

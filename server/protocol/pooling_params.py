@@ -69,6 +69,8 @@ class PoolingParams:
             BadRequest: it asks for another task, or for a size that the checkpoint was not trained for.
         """
         does = pooling.task
+        if self.task == "plugin":
+            raise BadRequest("No IOProcessor plugin installed.", param="task")
         if self.task is not None and self.task not in pooling.tasks:
             known = " and ".join(map(repr, pooling.tasks))
             line = f"Unsupported task: {self.task[:40]!r} needs another server; this one does {known} (--convert)."

@@ -170,7 +170,7 @@ class CompletionLogprobsBuilder:
     """Builds the completions form; keeps the text offset between the events of a stream.
 
     Args:
-        top: number of candidates; the token itself is always listed too.
+        top: number of candidates, which are listed after the token itself.
     """
 
     def __init__(self, tokenizer: Tokenizer, top: int, as_ids: bool = False) -> None:
@@ -198,8 +198,9 @@ class CompletionLogprobsBuilder:
         return {"text_offset": offsets, "token_logprobs": scores, "tokens": tokens, "top_logprobs": best}
 
     def _make_top(self, item: TokenLogprob) -> dict[str, float]:
+        own = {self._format_token(item.token): make_finite(item.logprob)}
         best = {self._format_token(t): make_finite(p) for t, p in select_top_logprobs(item, self._top)}
-        return best | {self._format_token(item.token): make_finite(item.logprob)}
+        return own | best | own  # the token comes first, as vLLM's clients expect; others may have the same text
 
     def _format_token(self, token: int) -> str:
         return format_token_id(token) if self._as_ids else get_token_text(self._tokenizer, token)

@@ -126,6 +126,7 @@ class ChatTemplate:
         self._default = self._compile(source)
         self._named = {name: self._compile(text) for name, text in (named or {}).items()}
         self._specials = {role: tokenizer.mark(text) for role, text in tokenizer.named.items()}
+        self.text_arguments = False
         self.content_format = self._detect("user") if content_format == "auto" else content_format
         self.text_arguments = self._needs_text_arguments()
         """True if the template prints arguments of calls unchanged, so that they must be JSON text, not objects."""
@@ -134,6 +135,9 @@ class ChatTemplate:
             strings.add("tool")
         self.string_roles = frozenset(strings)
         """Roles whose content the template takes as a string; some templates do so only for the role of tools."""
+        parts = [] if self.content_format == "string" else [r for r in ROLES if r not in strings and self._loses(r)]
+        self.part_roles = frozenset(parts)
+        """Roles whose content must be a list of parts: the template walks them, and would leave out a string."""
 
     @classmethod
     def from_checkpoint(
@@ -254,18 +258,30 @@ class ChatTemplate:
 
     def _detect(self, role: str) -> str:
         """Returns ``openai`` if the template iterates over the parts of a message of ``role``, else ``string``."""
-        chat: list[JsonObject] = [{"role": role, "content": [{"type": "text", "text": PROBE}]}]
-        if role == "tool":
-            chat = [
-                *_make_call_conversation("{}" if self.text_arguments else {}),
-                chat[0] | {"tool_call_id": CALL_ID, "name": "f"},
-            ]
-        try:
-            text = self.render(chat)
-        except BadRequest:
-            return "string"
+        text = self._render_probe(role, [{"type": "text", "text": PROBE}])
         walked = PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
         return "openai" if walked else "string"
+
+    def _loses(self, role: str) -> bool:
+        """Returns True if the template prints a text of ``role`` in a list of parts, and not as a string."""
+        parts: list[Json] = [{"type": "text", "text": PROBE}]
+        return PROBE not in self._render_probe(role, PROBE) and PROBE in self._render_probe(role, parts)
+
+    def _render_probe(self, role: str, content: str | list[Json]) -> str:
+        """Renders a conversation with a message of ``role``; "": the template refuses it."""
+        chat: list[JsonObject] = [{"role": role, "content": content}]
+        others: list[Json] = [{"type": "text", "text": "a"}]
+        if role in ("tool", "function"):
+            called = _make_call_conversation("{}" if self.text_arguments else {})
+            chat = [*called, chat[0] | {"tool_call_id": CALL_ID, "name": "f"}]
+        elif role == "assistant":
+            chat.insert(0, {"role": "user", "content": others})
+        elif role != "user":
+            chat.append({"role": "user", "content": others})
+        try:
+            return self.render(chat)
+        except BadRequest:
+            return ""
 
 
 @contextmanager

@@ -32,6 +32,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
 ALIASES = {
     "qwen3_xml": "qwen3",
     "qwen3_coder": "qwen3",
+    "granite4": "hermes",
     "llama4_json": "llama3_json",
     "llama4_pythonic": "pythonic",
 }

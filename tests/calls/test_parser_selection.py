@@ -56,6 +56,7 @@ def test_flags_name_forms_and_vllm_s_names_mean_the_same() -> None:
     assert find_tool_parser("auto", TEMPLATE) is None and find_tool_parser("auto", None) is None
     assert {name: find_tool_parser(name, HERMES) for name in TOOL_PARSERS} == TOOL_PARSERS
     assert find_tool_parser("qwen3_coder", None) is find_tool_parser("qwen3_xml", None) is TOOL_PARSERS["qwen3"]
+    assert find_tool_parser("granite4", None) is TOOL_PARSERS["hermes"]
     assert find_tool_parser("llama4_pythonic", None) is TOOL_PARSERS["pythonic"]
     assert (
         find_reasoning_format("auto", TEMPLATE)

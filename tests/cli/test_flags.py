@@ -145,7 +145,6 @@ def test_server_values(line, name, value):
         ("--distributed-executor-backend foo", "is not one of mp, uni, external_launcher, ray"),
         ("--enable-lora-bias", "adapters have no biases"),
         ("--lora-modules a=b", "--lora-modules needs --enable-lora"),
-        ("--enable-lora --max-cpu-loras 1 --lora-modules a=b c=d", "names 2 adapters; --max-cpu-loras 2"),
         ("--enable-lora --max-lora-rank 513", "must be in [1, 512]"),
         (["--speculative-config", '{"method": "medusa"}'], "medusa is not built; methods: ngram, suffix"),
         ("-pp 0", "pipeline-parallel-size"),

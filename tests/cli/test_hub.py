@@ -94,8 +94,19 @@ def test_a_tokenizer_of_its_own_comes_without_weights(repository, tmp_path):
     calls = repository("GPT2LMHeadModel")
     made = serve.find_model(Settings(EngineConfig(str(tmp_path), tokenizer="gpt2"), ServerConfig(), {}, []))
     assert made.engine.tokenizer == str(tmp_path / "snapshots")
+    assert made.model_root == str(tmp_path) and made.server.served_model_name == [str(tmp_path)]
     [(name, files)] = calls
     assert name == "gpt2" and "tokenizer.model" in files and "model.safetensors" not in files
+
+
+def test_a_model_is_listed_by_the_id_that_was_given_and_not_by_the_folder_of_the_cache(
+    repository, tmp_path, monkeypatch
+):
+    repository("LlamaForCausalLM")
+    monkeypatch.setattr(model_download, "load_config", lambda path, overrides: None)
+    made = serve.find_model(Settings(EngineConfig("owner/name"), ServerConfig(served_model_name=["m"]), {}, []))
+    assert made.engine.model == str(tmp_path / "snapshots") and made.model_root == "owner/name"
+    assert serve.find_model(Settings(EngineConfig(""), ServerConfig(), {}, [])).model_root == str(demo_path())
 
 
 def test_a_tokenizer_is_looked_up_beside_the_demo_as_well(repository, tmp_path):

@@ -77,7 +77,7 @@ def test_names(llm: LLM) -> None:
     whole = llm.generate({**prompt, "multi_modal_uuids": {"image": "b"}, "cache_salt": "t"}, GREEDY)[0]
     reused = {**prompt, "multi_modal_data": {"image": [None]}, "multi_modal_uuids": {"image": ["b"]}}
     assert llm.generate({**reused, "cache_salt": "t"}, GREEDY)[0].outputs[0].token_ids == whole.outputs[0].token_ids
-    with pytest.raises(BadRequest, match="send it with its data"):
+    with pytest.raises(BadRequest, match="Cache miss for image at index 0 but data is not provided"):
         llm.generate(reused, GREEDY)
     with pytest.raises(BadRequest, match="came with 2 uuids"):
         llm.generate({**prompt, "multi_modal_uuids": {"image": ["b", "c"]}}, GREEDY)

@@ -222,14 +222,20 @@ def test_neither_process_imports_what_it_must_not(running: RunningServer) -> Non
     assert "fastapi" not in mapped(engine) and "pydantic_core" not in mapped(engine)
 
 
+LINKED = "org/demo"
+"""A link to the demo, in the folder that the server is started in."""
 GUIDE = (
-    f"--model {demo_path()} --tensor-parallel-size 1 --max-num-seqs 128 --dtype bfloat16 --gpu-memory-util 0.9 "
+    f"--model {LINKED} --tensor-parallel-size 1 --max-num-seqs 128 --dtype bfloat16 --gpu-memory-util 0.9 "
     "--max-num-batched-tokens 32768 --max-model-len 32768 --block-size 128 --served-model-name demo"
 ).split()
 
 
 def test_the_guides_launch_line_starts_and_its_killed_engine_ends_requests_and_comes_back(tmp_path: Path) -> None:
+    (tmp_path / LINKED).parent.mkdir()
+    (tmp_path / LINKED).symlink_to(demo_path())
     with server(tmp_path, *GUIDE, VLLM_SKIP_WARMUP="true") as running:
+        (card,) = running.http.get("/v1/models").json()["data"]
+        assert (card["id"], card["root"]) == ("demo", LINKED)
         reported = running.http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 4, "model": "demo"})
         assert reported.status_code == 200 and reported.json()["choices"][0]["message"]["content"]
         body = {"messages": ASK, "max_tokens": 20_000, "ignore_eos": True}

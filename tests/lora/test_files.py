@@ -82,6 +82,12 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"alpha_pattern": {"(.*)*(.*)*x": 4}}, "repetitions"),
     ({"rank_pattern": {"q_proj": 4}}, "has rank 8 and 8, adapter_config.json says 4"),
     ({"new_method": {"x": 1}}, "not known"),
+    ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights is .*the base's weights"),
+    ({"init_lora_weights": "olora"}, "the base's weights"),
+    ({"init_lora_weights": "corda"}, "the base's weights"),
+    ({"init_lora_weights": "lora_ga"}, "the base's weights"),
+    ({"init_lora_weights": "loftq"}, "the base's weights"),
+    ({"init_lora_weights": "of later versions"}, "the base's weights"),
 ]
 
 
@@ -91,6 +97,30 @@ def test_settings_that_change_answers_are_refused(
 ) -> None:
     given = {"lora_alpha" if key == "alpha" else key: value for key, value in settings.items()}
     refused(adapter_of(base, tmp_path / "a", **given), base, why)
+
+
+def test_an_adapter_that_peft_trained_beside_changed_weights_is_refused_until_it_is_converted(
+    base: Path, tmp_path: Path
+) -> None:
+    """PiSSA subtracts the adapter that it begins with from the base's weights; ``save_pretrained`` can add it again."""
+    peft = pytest.importorskip("peft", reason="peft is among the packages of the tests: pip install peft")
+    config = peft.LoraConfig(target_modules=LANGUAGE, r=4, lora_alpha=8, init_lora_weights="pissa")
+    adapted = peft.get_peft_model(load_base(base), config)
+    adapted.save_pretrained(tmp_path / "begin")
+    torch.manual_seed(0)
+    for parameter in (p for name, p in adapted.named_parameters() if "lora_" in name):
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    adapted.save_pretrained(tmp_path / "raw")
+    refused(tmp_path / "raw", base, "init_lora_weights is .pissa.; .*path_initial_model_for_weight_conversion")
+    adapted.save_pretrained(tmp_path / "converted", path_initial_model_for_weight_conversion=str(tmp_path / "begin"))
+    adapted.merge_and_unload().save_pretrained(tmp_path / "theirs")
+    assert merge_adapter(base, tmp_path / "converted", tmp_path / "ours") == 14
+    same_weights(tmp_path / "ours", tmp_path / "theirs", weights(base))
+
+
+@pytest.mark.parametrize("kind", [True, False, "gaussian", "eva", "orthogonal", "mica", None])
+def test_beginnings_that_leave_the_weights_of_the_base_are_read(base: Path, tmp_path: Path, kind: object) -> None:
+    assert read_adapter(adapter_of(base, tmp_path / "a", init_lora_weights=kind), load_config(base)).modules
 
 
 def refused(folder: Path, base: Path, why: str) -> None:
@@ -241,6 +271,6 @@ def test_names_of_modules_and_defaults(base: Path, tmp_path: Path) -> None:
         with pytest.raises(StartupError):
             registry.set_defaults(given)
     registry.add("x", folder)
-    for name, why in (("x", "loaded already"), ("base", "base model"), ("", "needs a name")):
+    for name, why in (("x", "has already been loaded"), ("base", "base model"), ("", "needs a name")):
         with pytest.raises(StartupError, match=why):
             registry.add(name, folder)

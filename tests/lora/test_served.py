@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -27,7 +28,7 @@ from tests.oracles.transformers_model import make_image
 from tests.traffic.server_process import RunningServer, server
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
-from trencadis.core.lora.adapter_files import WEIGHTS
+from trencadis.core.lora.adapter_files import CONFIG, WEIGHTS
 from trencadis.offline_adapters import LoRARequest
 
 MODEL = "trencadis-demo"
@@ -191,19 +192,17 @@ def test_images_bring_their_default_adapter(running: RunningServer) -> None:
 
 def test_adapters_come_and_go(running: RunningServer, folders: dict[str, Path], expected: dict[str, str]) -> None:
     for body, status, says in (
-        ({"lora_name": "a", "lora_path": str(folders["a"])}, 400, "is loaded already"),
+        ({"lora_name": "a", "lora_path": str(folders["a"])}, 400, "has already been loaded"),
         ({"lora_name": MODEL, "lora_path": str(folders["a"])}, 400, "is the name of the base model"),
         ({"lora_name": "x", "lora_path": str(folders["wide"])}, 400, "has rank 32; --max-lora-rank 32"),
         ({"lora_name": "x", "lora_path": str(demo_path())}, 400, "is not inside the folder of --allowed-lora-path"),
-        ({"lora_name": "x", "lora_path": "owner/name"}, 400, "There is no folder owner/name here"),
+        ({"lora_name": "x", "lora_path": "owner/name"}, 404, "There is no folder owner/name here"),
         ({"lora_name": "x"}, 400, "lora_path"),
     ):
         answer = change(running, "load", **body)
         assert answer[0] == status and says in answer[1], answer
     assert change(running, "unload", lora_name="x")[0] == 404
     assert change(running, "load", lora_name="c", lora_path=str(folders["c"]))[0] == 200
-    full = change(running, "load", lora_name="d", lora_path=str(folders["c"]))
-    assert full[0] == 400 and "3 adapters are loaded, the most of --max-cpu-loras 3; unload one" in full[1]
     for _ in range(4):
         assert text(running, "c") == expected["c"]
     replaced = change(running, "load", lora_name="c", lora_path=str(folders["a"]), load_inplace=True)
@@ -211,6 +210,32 @@ def test_adapters_come_and_go(running: RunningServer, folders: dict[str, Path], 
     assert change(running, "unload", lora_name="c") == (200, "Success: LoRA adapter 'c' removed successfully.")
     for _ in range(4):
         assert complete(running, "c").status_code == 404
+
+
+def test_more_adapters_are_served_than_host_memory_holds(
+    running: RunningServer, folders: dict[str, Path], expected: dict[str, str]
+) -> None:
+    """``--max-cpu-loras`` is 3: engines read those that requests name again from their folders, as vLLM's do."""
+    for name in ("a2", "b2", "c", "c2"):
+        made = write_scaled(folders[name[0]], folders["a"].parent / name, 3) if name != "c" else folders["c"]
+        assert change(running, "load", lora_name=name, lora_path=str(made))[0] == 200
+    names = ["a", "b", "a2", "b2", "c", "c2", MODEL]
+    assert [one["id"] for one in CLIENT.get(f"{running.url}/v1/models").json()["data"]] == [MODEL, *names[:-1]]
+    first = {name: text(running, name) for name in names}
+    assert len({*first.values()}) == len(names) and all(first[name] == expected[name] for name in expected)
+    with ThreadPoolExecutor(len(names)) as pool:
+        for _ in range(3):
+            assert dict(zip(names, pool.map(lambda name: text(running, name), names), strict=True)) == first
+    for name in ("a2", "b2", "c", "c2"):
+        assert change(running, "unload", lora_name=name)[0] == 200
+
+
+def write_scaled(source: Path, out: Path, times: int) -> Path:
+    """Copies an adapter whose scale is ``times`` that of ``source``."""
+    shutil.copytree(source, out, dirs_exist_ok=True)
+    config = json.loads((out / CONFIG).read_text())
+    (out / CONFIG).write_text(json.dumps({**config, "lora_alpha": config["lora_alpha"] * times}))
+    return out
 
 
 def test_what_cannot_be_loaded_is_one_line_and_running_requests_lose_nothing(
@@ -224,7 +249,13 @@ def test_what_cannot_be_loaded_is_one_line_and_running_requests_lose_nothing(
         for path, why in broken.items():
             for name, inplace in (("x", False), ("a", True)):
                 status, says = change(running, "load", lora_name=name, lora_path=path, load_inplace=inplace)
-                assert status == 400 and why in says and "\\n" not in says and "Traceback" not in says, says
+                missing = Path(path).name in ("empty", "missing")
+                assert (
+                    status == (404 if missing else 400)
+                    and why in says
+                    and "\\n" not in says
+                    and "Traceback" not in says
+                ), says
                 found.append(says)
         assert running_request.result().json()["choices"][0]["text"] == whole
     assert complete(running, "x").status_code == 404

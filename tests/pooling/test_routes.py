@@ -269,6 +269,8 @@ def test_another_task_is_refused_and_its_own_named(
 ) -> None:
     refused = start(pooling).call(path, body)
     assert refused.status_code == 400 and f"does {tasks}" in refused.json()["error"]["message"]
+    plugin = start(pooling).call("/pooling", {"input": "a", "task": "plugin"})
+    assert plugin.status_code == 400 and plugin.json()["error"]["message"] == "No IOProcessor plugin installed."
 
 
 def test_invocations_go_where_their_fields_belong(start: Callable[..., ScriptedApp]) -> None:
@@ -278,6 +280,9 @@ def test_invocations_go_where_their_fields_belong(start: Callable[..., ScriptedA
         made = harness.call("/invocations", body).json()
         assert made["id"].startswith(prefix if prefix != "list" else "embd")
     assert start(CLASSES).call("/invocations", {"input": "a"}).json()["id"].startswith("classify")
+    for body in ({"input": "a"}, {"messages": TALK}):
+        values = start(REWARDS).call("/invocations", body)
+        assert values.status_code == 200 and values.json()["id"].startswith("pooling"), values.text
 
 
 def test_a_full_queue_is_a_429(start: Callable[..., ScriptedApp]) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from trencadis.server.text.chat_template import ChatTemplate
+
 ANSWER = "Hello wörld, 日本!"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
@@ -18,7 +20,7 @@ def test_answer(harness: Any) -> None:
     assert body["id"].startswith("chatcmpl-") and body["object"] == "chat.completion" and body["model"] == "alias"
     assert body["system_fingerprint"].startswith("trencadis-")
     choice = body["choices"][0]
-    absent = dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
+    absent = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
     assert choice["message"] == {"role": "assistant", "content": ANSWER, **absent}
     assert (choice["index"], choice["finish_reason"], choice["stop_reason"], choice["logprobs"]) == (
         0,
@@ -152,8 +154,6 @@ def test_image(harness: Any, part: Any) -> None:
 
 
 def test_text_template_takes_images(harness: Any) -> None:
-    from trencadis.server.text.chat_template import ChatTemplate
-
     source = "{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}"
     harness.service.template = ChatTemplate(source, harness.tokenizer)
     assert harness.service.template.content_format == "string"
@@ -163,6 +163,18 @@ def test_text_template_takes_images(harness: Any) -> None:
         harness.tokenizer.decode(tokens, False)
         == "<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|>\na\nb<|im_end|>"
     )
+
+
+def test_a_template_of_parts_alone_shows_contents_that_are_strings(harness: Any) -> None:
+    """As vLLM has it: a text of any role is a list with one part for such a template."""
+    source = "{% for m in messages %}{% for p in m.content %}{{ p.text + '<|im_end|>' }}{% endfor %}{% endfor %}"
+    harness.service.template = ChatTemplate(source, harness.tokenizer)
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    shown = []
+    for messages in (said, [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in said]):
+        assert harness.call("/v1/chat/completions", {"messages": messages}).status_code == 200
+        shown.append(harness.tokenizer.decode(harness.engine.submitted[-1][0].tokens, False))
+    assert shown == ["Be brief.<|im_end|>Hi<|im_end|>"] * 2
 
 
 def test_parameters_reach_the_engine(harness: Any) -> None:

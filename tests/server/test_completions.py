@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from trencadis.core.request import TokenLogprob
+from trencadis.server.routes.openai_output import CompletionLogprobsBuilder
+
 ANSWER = "Hello wörld, 日本!"
 
 
@@ -78,6 +81,16 @@ def test_score_only(harness: Any) -> None:
     texts = choice["logprobs"]["tokens"]
     assert choice["logprobs"]["top_logprobs"] == [None, *({t: -0.5} for t in texts[1:])]
     assert harness.complete("Hi there", echo=True, max_tokens=0).json()["choices"][0]["prompt_logprobs"] is None
+
+
+def test_the_token_itself_comes_before_its_candidates(harness: Any) -> None:
+    """Also one that is among them: clients of vLLM take the first entry as the token of the prompt or answer."""
+    builder = CompletionLogprobsBuilder(harness.tokenizer, 2, as_ids=True)
+    first, second = builder.build_lists(
+        [TokenLogprob(300, -3.0, 9, [301, 302], [-0.1, -2.0]), TokenLogprob(302, -2.0, 2, [301, 302], [-0.1, -2.0])]
+    )["top_logprobs"]
+    assert [*(first or {}).items()] == [("token_id:300", -3.0), ("token_id:301", -0.1), ("token_id:302", -2.0)]
+    assert [*(second or {}).items()] == [("token_id:302", -2.0), ("token_id:301", -0.1)]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,7 +10,7 @@ import pytest
 
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.server.text import checkpoint_tokenizer as tokenizer_module
-from trencadis.server.text.chat_template import ChatTemplate, read_override
+from trencadis.server.text.chat_template import ROLES, ChatTemplate, read_override
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 TEXTS = [
@@ -290,6 +290,21 @@ def test_content_format(tokenizer: Tokenizer, template: ChatTemplate) -> None:
     plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     assert ChatTemplate(plain, tokenizer).content_format == "string"
     assert ChatTemplate("{{ messages[0].content + 'x' }}", tokenizer).content_format == "string"
+
+
+LLAVA = """{% for m in messages %}{% if m['role'] != 'system' %}{{ m['role'].upper() + ': ' }}{% endif %}\
+{% for part in m['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>' }}{% endfor %}\
+{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] + ' ' }}{% endfor %}\
+{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
+
+
+def test_a_template_that_walks_parts_alone_is_given_no_strings(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    """It would leave them out, as the ones of LLaVA-NeXT, SmolVLM and VLM2Vec do."""
+    assert ChatTemplate(LLAVA, tokenizer).part_roles == set(ROLES)
+    assert ChatTemplate(LLAVA, tokenizer, "openai").part_roles == set(ROLES)
+    assert template.part_roles == set() == ChatTemplate(LLAVA, tokenizer, "string").part_roles
+    shown = "{% if m.role == 'user' and m.content is string %}{{ m.content }}{% endif %}{% for part"
+    assert ChatTemplate(LLAVA.replace("{% for part", shown, 1), tokenizer).part_roles == {*ROLES} - {"user"}
 
 
 def test_composed_special_tokens_are_noticed(tokenizer: Tokenizer, template: ChatTemplate) -> None:

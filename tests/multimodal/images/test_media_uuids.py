@@ -62,8 +62,10 @@ def test_options_are_no_other_image_but_must_be_kept(front):
     large, small = prepare_now(front, [part(data), part(data, max_pixels=5000)])
     assert large.resized != small.resized
     assert prepare_now(front, [part(None, max_pixels=5000)])[0] is small
-    with pytest.raises(BadRequest, match="send it with its data"):
+    with pytest.raises(BadRequest, match="Cache miss for image at index 0 but data is not provided"):
         prepare_now(front, [part(None, max_pixels=4000)])
+    with pytest.raises(BadRequest, match="Cache miss for image at index 1 but"):
+        prepare_now(front, [part(data), part(None, "other")])
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_options_are_no_other_image_but_must_be_kept(front):
 )
 def test_names_belong_to_tenant_and_salt(front, scope):
     prepare_now(front, [part(png(0))])
-    with pytest.raises(BadRequest, match="send it with its data"):
+    with pytest.raises(BadRequest, match="Cache miss for image at index 0 but data is not provided"):
         prepare_now(front, [part(None)], scope)
     other = prepare_now(front, [part(png(1))], scope)[0]
     assert prepare_now(front, [part(None)], scope)[0] is other
@@ -83,7 +85,7 @@ def test_evicted_images_are_missed_and_come_back_with_their_data():
     first = prepare_now(front, [part(png(0))])[0]
     prepare_now(front, [part(png(1), "v")])
     assert front.cache.evictions == 1
-    with pytest.raises(BadRequest, match="send it with its data"):
+    with pytest.raises(BadRequest, match="Cache miss for image at index 0 but data is not provided"):
         prepare_now(front, [part(None)])
     with pytest.raises(Conflict):
         prepare_now(front, [part(png(2))])

@@ -105,7 +105,7 @@ def test_uuids(front: VideoFrontend) -> None:
     with pytest.raises(Conflict):
         prepare(front, part(ARRAY, uuid="u"))
     for scope in (MediaScope(tenant="other"), MediaScope(salt="s"), MediaScope(options=MediaOptions(nframes=2))):
-        with pytest.raises(BadRequest, match="uuid"):
+        with pytest.raises(BadRequest, match="Cache miss for video at index 0 but data is not provided"):
             prepare(front, part(None, uuid="u"), scope=scope)
 
 
