@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.pooling_config import ALL, FIRST, LAST, MEAN
+from trencadis.core.checkpoint.pooling_description import ALL, FIRST, LAST, MEAN
 from trencadis.core.kv.block_pool import BlockHashChain
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.output_constraints import Repetition, repeats

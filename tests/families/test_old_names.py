@@ -15,7 +15,7 @@ import pytest
 from trencadis.core import devices
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.errors import StartupError
-from trencadis.core.old_names import MEMBERS, MODULES, MOVED, NAMES, find_successors
+from trencadis.core.renamed_plugin_api import MEMBERS, MODULES, MOVED, NAMES, find_successors
 from trencadis.server.tools import parser_registry
 
 PLUGIN = "plugin_of_before"

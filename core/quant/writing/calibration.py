@@ -15,7 +15,7 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.checkpoint_weight_source import CheckpointSource
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, reserved_rows
 from trencadis.core.checkpoint.model_registry import family_of
-from trencadis.core.checkpoint.pooling_config import Pooling
+from trencadis.core.checkpoint.pooling_description import Pooling
 from trencadis.core.checkpoint.weight_source_interface import StackedPart, WeightSource, stack
 from trencadis.core.device import backend as devices
 from trencadis.core.device.backend import (
