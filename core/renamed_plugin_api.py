@@ -94,10 +94,9 @@ _FORMER_MODULES = {
     "core.links.message_link": "core.links.link",
     "core.media_spans": "core.kv.media_spans core.kv.spans",
     "core.models": "core.layers",
-    "core.models.attention": """
-        core.layers.attention core.layers.partial core.layers.partial_rotary core.layers.rope
-        core.layers.rotary_embedding core.models.rotary_embedding""",
+    "core.models.attention": "core.layers.attention",
     "core.models.decoder": "core.models.passing core.models.stage_entry",
+    "core.models.decoder_layer": "core.models.layer_inputs core.models.per_layer_embeddings",
     "core.models.gated_delta": "core.models.interleaved_projections",
     "core.models.image_cross_attention": """
         core.layers.cross_attention core.layers.crossing core.models.cross_attention core.models.cross_attention_decoder
@@ -110,8 +109,9 @@ _FORMER_MODULES = {
         core.models.linear""",
     "core.models.mlp_and_norms": "core.layers.mlp core.layers.norm core.models.mlp core.models.norm",
     "core.models.moe": "core.layers.experts core.layers.moe",
-    "core.models.per_layer_embeddings": "core.models.layer_inputs",
     "core.models.pooler": "core.layers.pooler",
+    "core.models.rotary_embedding": """
+        core.layers.partial core.layers.partial_rotary core.layers.rope core.layers.rotary_embedding""",
     "core.output_constraints": "core.constraints core.structured_outputs",
     "core.quant.online_quant": "core.quant.online",
     "core.quant.quantisation_scheme": "core.quant.scheme core.quant.weight_storage_format",
@@ -226,6 +226,11 @@ _MOVED = {
         "core.kv_cache_format": "RESERVED_BLOCKS SINK_BLOCK ZERO_BLOCK",
         "core.media_spans": "RESERVED_ROWS SINK_ROW ZERO_ROW",
         "core.vision_config": "WINDOW_SLOTS",
+    },
+    "core.models.attention": {
+        "core.models.rotary_embedding": """
+            HeadSpan PartialRotarySource TextRotary inverse_frequencies local_frequencies long_frequencies
+            scale_frequencies scale_llama3 scale_yarn text_frequencies vision_frequencies""",
     },
     "core.step": {
         "core.launch_inputs": "HeadInputs PoolInputs ResetInputs StepInputs VisionInputs",

@@ -35,9 +35,9 @@ from trencadis.core.device.backend import (
 from trencadis.core.device.launch_tensors import RecurrentRows, first_rows
 from trencadis.core.errors import StartupError
 from trencadis.core.launch_inputs import VisionInputs
-from trencadis.core.models.attention import Attention, TextRotary
+from trencadis.core.models.attention import Attention
 from trencadis.core.models.decoder_layer import DecoderLayer as DecoderLayer
-from trencadis.core.models.decoder_layer import SinglePartLayer
+from trencadis.core.models.decoder_layer import LayerInputEmbedding, SinglePartLayer
 from trencadis.core.models.interface import GroupingOps, HostLayering, Persistent, RecurrentOps, StatefulLayer
 from trencadis.core.models.linear_and_embedding import (
     NO_ADAPTERS,
@@ -49,9 +49,9 @@ from trencadis.core.models.linear_and_embedding import (
     TowerLayer,
 )
 from trencadis.core.models.mlp_and_norms import Norm, norm_of
-from trencadis.core.models.per_layer_embeddings import LayerInputEmbedding
 from trencadis.core.models.pooler import Pooler
 from trencadis.core.models.recurrent_layers import make_recurrent_layer
+from trencadis.core.models.rotary_embedding import TextRotary
 from trencadis.core.step import Encode
 
 NumberedLayer = tuple[int, Any]

@@ -239,7 +239,7 @@ class Sequence:
         """Returns rotary positions int32 [3, count] of tokens [start, start + count)."""
         if self.positions is None:
             found = _on_all_axes(np.arange(start, start + count, dtype=np.int32))
-            if self.long:  # core/models/attention.py
+            if self.long:  # core/models/rotary_embedding.py
                 found[0] = 0
             return found
         return self._positions_from(self.positions, start, start + count)

@@ -88,6 +88,10 @@ def test_every_name_and_member_has_a_successor_in_the_source() -> None:
             "from trencadis.core.families.opt import describe",
             "trencadis.core.families.opt is called trencadis.core.family_configs.opt now",
         ),
+        (
+            "from trencadis.core.models.attention import HeadSpan",
+            "trencadis.core.models.attention.HeadSpan is called trencadis.core.models.rotary_embedding.HeadSpan now",
+        ),
         ("from trencadis.multimodal.processor_interface import Prepared", "Prepared is called PreparedImage now"),
         (
             "from trencadis.core.checkpoint.model_config import TextConfig\nTextConfig(joined=True)",

@@ -315,7 +315,7 @@ def _step(prompt: Calibrant, blocks: int, text: TextConfig, row: int) -> StepInp
             image_row[run.offset : run.offset + run.length] = rows
         row += span.arena_rows
     positions = np.stack([np.arange(n, dtype=np.int32)] * 3)
-    positions[0] *= not 0 < long_from < n  # core/models/attention.py
+    positions[0] *= not 0 < long_from < n  # core/models/rotary_embedding.py
     if request.positions is not None:
         positions = np.frombuffer(request.positions, np.int32).reshape(3, n)
     return StepInputs(
