@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, reserved_rows
 from trencadis.core.checkpoint.pooling_config_reader import load_model_config
@@ -74,6 +75,7 @@ from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shapes.shape_need_recorder import NeedRecorder
 from trencadis.core.shapes.step_times_and_chunk_budget import StepTimes, chunk_sizes
 from trencadis.core.spec.draft_checkpoint import Drafter, find_drafter
+from trencadis.core.spec.draft_count import StepSeconds, VerifyShapes
 from trencadis.core.spec.spec_config import resolve_speculation
 from trencadis.core.startup_progress_and_warmup_pacing import Progress, SilentProgress, WarmupPacing
 
@@ -156,6 +158,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     drafts = resolve_speculation(config, model_config, backend.policy, backend.label)
     if drafts is not None:
         scheduler.drafting = DraftScheduler(drafts, scheduler.limits, scheduler.totals)
+        weigh_by_plan(scheduler.drafting, opened.rank.plan)
         if (opened.rank.draft or opened.rank.eagle) and isinstance(executor, UniprocExecutor):
             limits_of = scheduler.limits
             scheduler.drafting.model = ModelDrafts(executor.propose, limits_of.vocab, limits_of.block_size)
@@ -171,6 +174,18 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     pace = WarmupPacing(config.warmup_stall, config.warmup_slice)
     trace = RequestTrace(config.record_trace) if config.record_trace else None
     return Engine(scheduler, executor, info, watch, pace, cpu_threads, host_adapters(config), learning, trace)
+
+
+def weigh_by_plan(drafting: DraftScheduler, plan: Plan) -> None:
+    """Lets drafts be weighed by the planned launches: what they compute, and until steps were measured what they cost
+    beside reading the weights.
+    """
+    if not plan.drafts:
+        return
+    sizes = plan.sizes(Stage.DECODE), plan.sizes(Stage.VERIFY)
+    drafting.shapes = VerifyShapes(*sizes, plan.drafts + 1, plan.policy.mixed)
+    if isinstance(plan.policy.cost, Costs):
+        drafting.seconds = StepSeconds(1 / (plan.policy.cost.launch + 1))
 
 
 def _open_learning(config: EngineConfig, model: ModelConfig, opened: OpenedRank) -> BucketLearning | None:

@@ -271,7 +271,7 @@ def list_remedies(start: S, limits: ShapeLimits, blocks: int) -> Iterator[tuple[
                 yield f"--cpu-offload-gb {size}", change(cpu_offload_gb=float(size))
     for ranks in (n for n in MORE_RANKS if n > start.device.ranks and can_share(start.model, n)):
         device = dataclasses.replace(start.device, ranks=ranks)
-        yield f"--tensor-parallel-size {ranks}", dataclasses.replace(start, device=device)
+        yield f"--tensor-parallel-size {ranks}", dataclasses.replace(change(tensor_parallel_size=ranks), device=device)
 
 
 def quantise_model(model: ModelConfig, kind: str) -> ModelConfig:

@@ -60,7 +60,7 @@ from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.bucket_profile import plan_by_profile
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.spec.draft_checkpoint import Drafter
-from trencadis.core.spec.spec_config import resolve_speculation
+from trencadis.core.spec.spec_config import draft_flag, resolve_speculation
 
 BUILT_FOR_FEW = 128, 2048
 BUILT_FOR_MANY = 256, 8192
@@ -203,16 +203,22 @@ class DryRun:
         try:
             return self._plan_with_graphs()
         except DeviceTooSmall as error:
-            raise StartupError(f"{error}; {self._remedy(error.blocks)}.") from None
+            line, otherwise = str(error), "more devices, or smaller image limits (max_pixels in --mm-processor-kwargs),"
+            if self.draft is not None and self.policy.rules and dataclasses.replace(self, draft=None)._fits(1.0):
+                limits = shape_limits(self.config, self.model, self.policy, self.images)
+                line = draft_memory_estimate.describe_missing(self.estimator, self.draft, limits, error.missing)
+                line, otherwise = f"{draft_flag(self.config)}: {line}", "a smaller one"
+            remedy = self._remedy(error.blocks) or f"{otherwise} would be needed"
+            raise StartupError(f"{line}; {remedy}.") from None
 
     def _remedy(self, blocks: int) -> str:
-        """The mildest setting with which this start-up fits, at its own utilisation if it can."""
+        """The mildest setting with which this start-up fits, at its own utilisation if it can; empty: none does."""
         limits = shape_limits(self.config, self.model, self.policy, self.images)
         for setting, start in list_remedies(self, limits, blocks):
             if start._fits(1.0):
                 share = "" if start._fits(self.config.gpu_memory_utilization) else " --gpu-memory-utilization 1.0"
                 return f"{setting}{share} fits"
-        return "more devices, or smaller image limits (max_pixels in --mm-processor-kwargs), would be needed"
+        return ""
 
     def _fits(self, utilisation: float) -> bool:
         config = dataclasses.replace(self.config, gpu_memory_utilization=utilisation)

@@ -278,13 +278,13 @@ def _plan_states(
 def _draft_bytes(draft: Drafter, itemsize: int, quantised: str, left: int) -> int:
     """Returns the bytes of the weights of what drafts; raises StartupError if they are more than ``left``."""
     if isinstance(draft, EagleConfig):
-        need = HeadEstimator(draft.sizes, itemsize, head=draft).weights()
+        kind, need = "head", HeadEstimator(draft.sizes, itemsize, head=draft).weights()
     else:
-        need = weights_bytes(draft, itemsize, 1, quantised)
+        kind, need = "draft model", weights_bytes(draft, itemsize, 1, quantised)
     if need > left:
         raise StartupError(
-            f"the draft model does not fit: its weights need {gib(need)} and {gib(max(left, 0))} are left; "
-            f"{gib(need - max(left, 0))} are missing"
+            f"the {kind} {draft.path.name} does not fit: its weights need {gib(need)} and {gib(max(left, 0))} are "
+            f"left; {gib(need - max(left, 0))} are missing"
         )
     return need
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import LORA, Bucket, Stage, drafting_bucket, is_drafting, padded_tokens, target_bucket
+from trencadis.core.host_memory import gib
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.media_spans import RESERVED_ROWS
 from trencadis.core.memory.graph_selection import GraphPrice
 from trencadis.core.memory.memory_division import MemoryInUse, MemorySplit
@@ -178,3 +180,17 @@ def with_draft_keys(split: MemorySplit, estimator: MemoryEstimator, block_size: 
         return split
     count = split.kv // estimator.block_bytes(block_size)
     return dataclasses.replace(split, draft=count * estimator.drafting.block_bytes(block_size))
+
+
+def describe_missing(target: MemoryEstimator, drafter: Drafter, limits: ShapeLimits, missing: int) -> str:
+    """Returns what says that a draft model or head does not fit beside a model that would fit alone.
+
+    ``missing``: bytes that the start lacks with it.
+    """
+    draft = drafting_estimator(target, drafter)
+    keys = (limits.row_blocks + RESERVED_BLOCKS) * draft.block_bytes(limits.block_size)
+    kind = "head" if isinstance(drafter, EagleConfig) else "draft model"
+    return (
+        f"the {kind} {drafter.path.name} does not fit beside {target.model.name}: its weights need "
+        f"{gib(draft.weights())}, its keys of one request {gib(keys)}; {gib(missing)} are missing"
+    )

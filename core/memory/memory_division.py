@@ -34,11 +34,14 @@ def pool_of(stage: Stage) -> str:
 
 
 class DeviceTooSmall(StartupError):
-    """Raised if the whole device is too small; ``blocks`` counts the KV blocks that it would hold."""
+    """Raised if the whole device is too small.
 
-    def __init__(self, message: str, blocks: int = 0) -> None:
+    ``blocks``: KV blocks that it would hold. ``missing``: bytes; 0 where they are not known.
+    """
+
+    def __init__(self, message: str, blocks: int = 0, missing: int = 0) -> None:
         super().__init__(message)
-        self.blocks = blocks
+        self.blocks, self.missing = blocks, missing
 
 
 @dataclass(frozen=True)
@@ -288,7 +291,8 @@ def check_capacity(
     if found.blocks >= needed:
         return found
     fits = utilisation_that_fits(in_use, of, settings, block_bytes, multimodal, needed)
-    what = f"one request of --max-model-len {max_model_len} needs {gib((needed + RESERVED_BLOCKS) * block_bytes)} of KV"
+    need = (needed + RESERVED_BLOCKS) * block_bytes
+    what = f"one request of --max-model-len {max_model_len} needs {gib(need)} of KV"
     if fits is not None:
         raise StartupError(
             f"{what} and --gpu-memory-utilization {utilisation:g} leaves {gib(found.kv)}; "
@@ -297,9 +301,10 @@ def check_capacity(
     most = divide_memory(in_use, 1.0, of, settings, block_bytes, multimodal)
     if in_use.free <= 0:
         raise DeviceTooSmall(
-            f"the device has {gib(in_use.total)} and {gib(in_use.taken)} are needed before the KV cache"
+            f"the device has {gib(in_use.total)} and {gib(in_use.taken)} are needed before the KV cache",
+            missing=need - in_use.free,
         )
-    raise DeviceTooSmall(f"{what} and at most {gib(most.kv)} can be had", most.blocks)
+    raise DeviceTooSmall(f"{what} and at most {gib(most.kv)} can be had", most.blocks, need - most.kv)
 
 
 def utilisation_that_fits(
