@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from trencadis.core.errors import BadRequest
-from trencadis.core.flag_options import MOST, Bound
+from trencadis.core.flag_declaration import MOST, Bound
 from trencadis.core.json_types import Json
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.output_constraints import (
@@ -341,7 +341,7 @@ class Request:
         beams: search for the ``params.n`` best answers instead of sampling; they are returned at the end, best first.
         tenant: the tenant that it is charged to under ``--scheduling-policy fair``.
         weight: weight of the tenant's share.
-        pool: kind of pooling (``core.checkpoint.pooling_config``); "": tokens are generated.
+        pool: kind of pooling (``core.checkpoint.pooling_description``); "": tokens are generated.
         replica: with several engines, the one that the request is pinned to (-1: any), and after submission the one
             that it was sent to.
         prediction: ids of a text that the answer may repeat; it changes the speed of the answer alone.

@@ -280,7 +280,7 @@ NAMES_DEVICES = {
     "core/devices.py", "core/envs.py", "core/engine_config.py", "server/plan/plan_command.py", "server/cli/main.py",
     "server/cli/collect_env.py",
     "server/config/vllm_engine_flags.py", "server/config/vllm_flag_table.py",
-    "server/config/vllm_env_compatibility.py",
+    "server/config/ignored_and_refused_vllm_env.py",
 }  # fmt: skip
 """The backends' string table, tables of variables, flags and packages, and two usage texts."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from trencadis.core.checkpoint.pooling_config import CLASSIFY, EMBED, TOKEN_TASKS, Pooling
+from trencadis.core.checkpoint.pooling_description import CLASSIFY, EMBED, TOKEN_TASKS, Pooling
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.request import AdapterRef

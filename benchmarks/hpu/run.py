@@ -27,7 +27,7 @@ from benchmarks.harness.reporting import RESULTS, ROOT
 from benchmarks.harness.subprocesses import PartRun
 from benchmarks.hpu.claims import CLAIMS
 from trencadis.assets import demo_path
-from trencadis.backends.hpu.plan_time_report import times
+from trencadis.backends.hpu.decode_step_time_estimate import times
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.cpu_affinity import available_cpus
 

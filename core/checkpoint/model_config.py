@@ -15,7 +15,7 @@ from trencadis.core.checkpoint.decoder_layer_config import ExpertsConfig as Expe
 from trencadis.core.checkpoint.decoder_layer_config import FullHeads as FullHeads
 from trencadis.core.checkpoint.decoder_layer_config import QueryGrowth as QueryGrowth
 from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig as RecurrentConfig
-from trencadis.core.checkpoint.pooling_config import Pooling
+from trencadis.core.checkpoint.pooling_description import Pooling
 from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.checkpoint.rope_config import LongScaling, Scaling, YarnScaling
 from trencadis.core.kv_cache_format import KVFormat

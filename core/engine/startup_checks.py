@@ -16,7 +16,7 @@ from trencadis.core.buckets import Bucket, Stage, is_drafting, target_bucket
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.checkpoint.model_registry import family_of
-from trencadis.core.checkpoint.pooling_config import MEAN
+from trencadis.core.checkpoint.pooling_description import MEAN
 from trencadis.core.checkpoint.quant_config import ONLINE, online
 from trencadis.core.device_shape_policy import PlannedLayer, PlannedModel, Policy
 from trencadis.core.engine_config import EngineConfig

@@ -249,7 +249,7 @@ class MultiprocExecutor:
         return SubmittedWork(self._call(self._launches, lambda: self._rank.change_plan(version, buckets)))
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Sends a packed ``core.token_masks.canonical_tokens.Vocabulary`` to every rank; must precede the first
+        """Sends a packed ``core.token_masks.grammar_vocabulary.Vocabulary`` to every rank; must precede the first
         grammar.
         """
         self._broadcast(rank_messages.SetVocabulary(bytes(data)))

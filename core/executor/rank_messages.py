@@ -79,7 +79,7 @@ class ChangePlan(msgspec.Struct, tag=True):
 
 
 class SetVocabulary(msgspec.Struct, tag=True):
-    """Down: a packed ``core.token_masks.canonical_tokens.Vocabulary``, sent before the first Step that needs it."""
+    """Down: a packed ``core.token_masks.grammar_vocabulary.Vocabulary``, sent before the first Step that needs it."""
 
     data: bytes
 

@@ -196,7 +196,7 @@ class ModelRunner:
         return drafter.propose(rows)
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Takes a packed ``core.token_masks.canonical_tokens.Vocabulary`` and returns at once.
+        """Takes a packed ``core.token_masks.grammar_vocabulary.Vocabulary`` and returns at once.
 
         On the last stage, a thread decodes it; other stages ignore it.
         """

@@ -48,7 +48,7 @@ class Media(msgspec.Struct, tag=True):
 
 class VocabularyPart(msgspec.Struct, tag=True):
     """Down: bytes [offset, offset + payload) of the ``total`` bytes of a packed
-    ``core.token_masks.canonical_tokens.Vocabulary``.
+    ``core.token_masks.grammar_vocabulary.Vocabulary``.
 
     They are sent once, before the first request whose rule has a grammar.
     """

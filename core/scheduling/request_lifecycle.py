@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.pooling_config import ALL, MEAN
+from trencadis.core.checkpoint.pooling_description import ALL, MEAN
 from trencadis.core.graph_plan_report import SKIP, UNPLANNED, WARMING
 from trencadis.core.kv.block_pool import BlockHashChain
 from trencadis.core.media_spans import rows_at_once

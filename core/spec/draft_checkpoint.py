@@ -13,7 +13,7 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.checkpoint.model_config import POST, ModelConfig, TextConfig
 from trencadis.core.checkpoint.model_registry import PLAIN_DECODER
-from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping, JsonObject

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from trencadis.core.vision_config import SharedMatrix, SlotForm
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS
-from trencadis.multimodal.vit.vit_sizes import ViTConfig
+from trencadis.multimodal.vit.vit_config import ViTConfig
 
 MERGE = 3
 """Patches along a side of a cell: the mean of 9 patches is a row."""

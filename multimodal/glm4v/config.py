@@ -17,7 +17,7 @@ from trencadis.core.step import Encode, Float32, Int32
 from trencadis.core.vision_config import SharedMatrix, SlotForm
 from trencadis.multimodal.patch_packing import add_positions, join_neighbours, patch_coordinates
 from trencadis.multimodal.qwen2_vl.preprocessor_config import ProcessorRules
-from trencadis.multimodal.vit.vit_sizes import ViTConfig
+from trencadis.multimodal.vit.vit_config import ViTConfig
 
 CHANNELS, FRAMES = 3, 2
 """Number of colour channels and of frames of a patch."""

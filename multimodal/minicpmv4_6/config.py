@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from trencadis.core.vision_config import SharedMatrix, SlotForm
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS
-from trencadis.multimodal.vit.vit_sizes import ViTConfig
+from trencadis.multimodal.vit.vit_config import ViTConfig
 
 WINDOW = 4
 """Patches of a window that the tower merges to one row, 2 x 2; and rows that the projector merges to one token."""

@@ -12,7 +12,7 @@ from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.vision_config import WINDOW_SLOTS, SharedMatrix, SlotForm
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS, TileVisionConfig
 from trencadis.multimodal.vit.vision_language_config import read_square_side
-from trencadis.multimodal.vit.vit_sizes import ViTConfig
+from trencadis.multimodal.vit.vit_config import ViTConfig
 
 TILE_ALIGNMENT = 8
 """The slots of a tile are padded to a multiple of this, with slots whose input is zeros."""

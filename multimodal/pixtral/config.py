@@ -17,7 +17,7 @@ from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.core.vision_config import SharedMatrix, SlotForm
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS
 from trencadis.multimodal.vit.vision_language_config import ViTDefaults, read_vit_fields
-from trencadis.multimodal.vit.vit_sizes import ViTConfig
+from trencadis.multimodal.vit.vit_config import ViTConfig
 
 EPS = 1e-5
 """Epsilon of the tower's norms; no checkpoint has another value."""

@@ -14,7 +14,6 @@ from trencadis.core.checkpoint.model_config import RMS, ModelConfig
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, VisionTensors
 from trencadis.core.launch_inputs import VisionInputs
-from trencadis.core.models.attention import inverse_frequencies
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.linear_and_embedding import (
     ColumnParallelLinear,
@@ -25,6 +24,7 @@ from trencadis.core.models.linear_and_embedding import (
     replicate_layers,
 )
 from trencadis.core.models.mlp_and_norms import Norm, norm_of
+from trencadis.core.models.rotary_embedding import inverse_frequencies
 from trencadis.core.step import Encode
 from trencadis.multimodal.patch_packing import pack_whole_images
 from trencadis.multimodal.pixel_normalisation import PixelNormalisation

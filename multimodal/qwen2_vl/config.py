@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from trencadis.core.vision_config import SharedMatrix, SlotForm
-from trencadis.multimodal.vit.vit_sizes import ViTConfig
+from trencadis.multimodal.vit.vit_config import ViTConfig
 
 PATCH = 14
 """Pixels along a side of a patch of an image."""

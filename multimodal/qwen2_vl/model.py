@@ -16,7 +16,6 @@ from trencadis.core.checkpoint.model_config import LAYER, RMS, ModelConfig
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, VisionTensors
 from trencadis.core.launch_inputs import VisionInputs
-from trencadis.core.models.attention import vision_frequencies
 from trencadis.core.models.decoder_with_vision_tower import AdaptedTowerDecoder
 from trencadis.core.models.linear_and_embedding import (
     NO_ADAPTERS,
@@ -28,6 +27,7 @@ from trencadis.core.models.linear_and_embedding import (
     TowerLayer,
 )
 from trencadis.core.models.mlp_and_norms import Norm, norm_of
+from trencadis.core.models.rotary_embedding import vision_frequencies
 from trencadis.core.step import Encode
 from trencadis.multimodal.patch_packing import pack_whole_images
 from trencadis.multimodal.pixel_normalisation import CLIP, PixelNormalisation

@@ -16,7 +16,7 @@ from trencadis.core.launch_inputs import VisionInputs
 from trencadis.core.step import Encode, Float32, Int32
 from trencadis.core.vision_config import SharedMatrix, SlotForm
 from trencadis.multimodal.patch_packing import add_positions, join_neighbours, patch_coordinates
-from trencadis.multimodal.vit.vit_sizes import ViTConfig
+from trencadis.multimodal.vit.vit_config import ViTConfig
 
 NEIGHBOURS = 4
 """Rows of the table between which a position lies."""

@@ -17,7 +17,6 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, VisionTensors
 from trencadis.core.launch_inputs import VisionInputs
-from trencadis.core.models.attention import vision_frequencies
 from trencadis.core.models.decoder_with_vision_tower import AdaptedTowerDecoder
 from trencadis.core.models.linear_and_embedding import (
     NO_ADAPTERS,
@@ -29,6 +28,7 @@ from trencadis.core.models.linear_and_embedding import (
     TowerLayer,
 )
 from trencadis.core.models.mlp_and_norms import LayerNorm
+from trencadis.core.models.rotary_embedding import vision_frequencies
 from trencadis.core.step import Encode
 from trencadis.multimodal.patch_packing import pack_whole_images
 from trencadis.multimodal.pixel_normalisation import IMAGENET_STANDARD, PixelNormalisation

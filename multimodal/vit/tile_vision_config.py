@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from trencadis.core.buckets import align_up
 from trencadis.core.vision_config import WINDOW_SLOTS, SharedMatrix, SlotForm
-from trencadis.multimodal.vit.vit_sizes import ViTConfig
+from trencadis.multimodal.vit.vit_config import ViTConfig
 
 CHANNELS = 3
 

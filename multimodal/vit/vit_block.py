@@ -23,7 +23,7 @@ from trencadis.core.models.linear_and_embedding import (
 )
 from trencadis.core.models.mlp_and_norms import MLP, GatedMLP, PlainMLP, RMSNorm, norm_of
 from trencadis.multimodal.pixel_normalisation import PixelNormalisation
-from trencadis.multimodal.vit.vit_sizes import ViTConfig
+from trencadis.multimodal.vit.vit_config import ViTConfig
 
 
 def scale_and_shift(normalisation: PixelNormalisation, each: int) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from trencadis.core import envs
-from trencadis.core.flag_options import MOST, YEAR
-from trencadis.server.config import vllm_env_compatibility as variables_of_vllm
-from trencadis.server.config.flags import Flag, get_flag_table, get_flag_variables
+from trencadis.core.flag_declaration import MOST, YEAR
+from trencadis.server.config import ignored_and_refused_vllm_env as variables_of_vllm
+from trencadis.server.config.flag_table_and_lookup import Flag, get_flag_table, get_flag_variables
 from trencadis.server.config.help_text import GROUPS, USAGE
 from trencadis.server.config.vllm_flag_row import FREE, MEANS, REFUSED, FlagRow
 from trencadis.server.config.vllm_flag_table import ROWS, SHORT

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable
 
 from trencadis.core.errors import StartupError
-from trencadis.server.config.flags import Flag, find_flag, get_flag_table
+from trencadis.server.config.flag_table_and_lookup import Flag, find_flag, get_flag_table
 from trencadis.server.config.vllm_flag_row import FREE, MEANS, REFUSED, FlagRow
 from trencadis.server.config.vllm_flag_table import ROWS
 

@@ -157,7 +157,7 @@ class RequestLink:
     """The requests that this process has open at another process.
 
     Args:
-        vocabulary: returns the packed ``core.token_masks.canonical_tokens.Vocabulary``; called once, before the first
+        vocabulary: returns the packed ``core.token_masks.grammar_vocabulary.Vocabulary``; called once, before the first
         request with a grammar is sent.
     """
 

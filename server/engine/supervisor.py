@@ -36,7 +36,7 @@ class Supervisor:
         sleep_after: seconds without a request after which the engine falls asleep; 0: never.
         max_restarts: restarts without a steady minute after which the engine counts as failing (restarts continue).
         on_fatal: called with (message, exit code) when the first start cannot succeed.
-        vocabulary: returns the packed ``core.token_masks.canonical_tokens.Vocabulary`` or an awaitable of it. It is
+        vocabulary: returns the packed ``core.token_masks.grammar_vocabulary.Vocabulary`` or an awaitable of it. It is
         called once, before the first request with a grammar; the result is sent to each engine. The attribute may also
         be set later.
     """

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from functools import partial
 
-from trencadis.core.checkpoint.pooling_config import LAST
+from trencadis.core.checkpoint.pooling_description import LAST
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, Unavailable
 from trencadis.core.executor.engine_launcher import EngineHandle

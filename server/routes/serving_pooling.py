@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trencadis.core.checkpoint.pooling_config import CLASSIFY, EMBED, Pooling
+from trencadis.core.checkpoint.pooling_description import CLASSIFY, EMBED, Pooling
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.multimodal.media_options import MediaScope

@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trencadis.core.checkpoint.pooling_config import EMBED
+from trencadis.core.checkpoint.pooling_description import EMBED
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json
 from trencadis.multimodal.media_options import MediaScope

@@ -8,7 +8,7 @@ import re
 from importlib.metadata import entry_points
 
 from trencadis.core.errors import StartupError
-from trencadis.core.old_names import find_old_members, find_successors
+from trencadis.core.renamed_plugin_api import find_old_members, find_successors
 from trencadis.server.tools.gemma4_parser import GEMMA4, Gemma4ToolParser
 from trencadis.server.tools.harmony_parser import CHANNEL, HARMONY, HarmonyToolParser
 from trencadis.server.tools.json_tool_parsers import HermesToolParser, Llama3ToolParser, MistralToolParser

@@ -17,7 +17,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import main as cli
 from trencadis.server.config import flag_reference_pages, help_text, resolve_settings, value_parsers
-from trencadis.server.config.flags import get_flag_table, get_flag_variables
+from trencadis.server.config.flag_table_and_lookup import get_flag_table, get_flag_variables
 from trencadis.server.config.server_config import ServerConfig
 
 GUIDE = (

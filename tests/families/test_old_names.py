@@ -15,7 +15,7 @@ import pytest
 from trencadis.core import devices
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.errors import StartupError
-from trencadis.core.old_names import MEMBERS, MODULES, MOVED, NAMES, find_successors
+from trencadis.core.renamed_plugin_api import MEMBERS, MODULES, MOVED, NAMES, find_successors
 from trencadis.server.tools import parser_registry
 
 PLUGIN = "plugin_of_before"
@@ -87,6 +87,10 @@ def test_every_name_and_member_has_a_successor_in_the_source() -> None:
         (
             "from trencadis.core.families.opt import describe",
             "trencadis.core.families.opt is called trencadis.core.family_configs.opt now",
+        ),
+        (
+            "from trencadis.core.models.attention import HeadSpan",
+            "trencadis.core.models.attention.HeadSpan is called trencadis.core.models.rotary_embedding.HeadSpan now",
         ),
         ("from trencadis.multimodal.processor_interface import Prepared", "Prepared is called PreparedImage now"),
         (

@@ -18,7 +18,7 @@ from tests.fakes.hand_driven_model import HandDrivenModel
 from tests.families.text_checkpoints import rename, set_keys
 from trencadis.backends.cpu.shape_policy import PADDED
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.checkpoint.rope_config import YarnScaling
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError

@@ -16,7 +16,7 @@ from tests.engine.test_schedules import random_request
 from tests.oracles.shadow_engine import VOCAB, Clock, ScheduleDriver, shadow_engine
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import MIXED_AXES, Bucket, Stage
-from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.device_shape_policy import Policy
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import _times

@@ -152,7 +152,7 @@ def test_the_largest_float_is_found_to_its_last_bit() -> None:
 def test_no_launch_sorts_the_vocabulary(name: str) -> None:
     """In compile mode a sort is a topk of everything; topk of the reported log-probabilities alone is allowed."""
     from tests.hpu.compiled.test_compiled_bodies import traced
-    from trencadis.backends.hpu.emulator.emulated_compiler import calls
+    from trencadis.backends.hpu.emulator.emulated_graph_lowering import calls
 
     made, lowered = traced(name)
     vocab = made.model.config.text.vocab

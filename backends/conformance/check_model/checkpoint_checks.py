@@ -27,7 +27,7 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.family import GENERATE
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.model_registry import family_of
-from trencadis.core.checkpoint.pooling_resolver import pooling_of
+from trencadis.core.checkpoint.pooling_config_reader import pooling_of
 from trencadis.core.checkpoint.weight_file_reader import open_weights
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError

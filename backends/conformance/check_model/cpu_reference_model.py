@@ -100,7 +100,7 @@ class CpuReferenceModel:
             whole = None if self.config.text.causal else np.full(n, n - 1, np.int32)
             prompt = PromptArrays(np.zeros(n, np.int32), positions, whole)
         positions, upto = prompt.positions.copy(), prompt.upto
-        positions[0] *= not 0 < self.config.text.long_from < n  # see core/models/attention.py
+        positions[0] *= not 0 < self.config.text.long_from < n  # see core/models/rotary_embedding.py
         hidden = self.model.persistent.hidden
         for start in range(0, n, chunk):
             size = min(chunk, n - start)

@@ -204,7 +204,7 @@ def _compiler(device: EmulatedDevice) -> Callable[..., Any]:
     made: list[Any] = []
 
     def compile_function(function: Callable[..., Any], fullgraph: bool = True) -> Callable[..., Any]:
-        from trencadis.backends.hpu.emulator.emulated_compiler import Compiler
+        from trencadis.backends.hpu.emulator.emulated_graph_lowering import Compiler
 
         if not made:
             made.append(Compiler(device))

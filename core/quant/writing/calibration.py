@@ -15,7 +15,7 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.checkpoint_weight_source import CheckpointSource
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, reserved_rows
 from trencadis.core.checkpoint.model_registry import family_of
-from trencadis.core.checkpoint.pooling_config import Pooling
+from trencadis.core.checkpoint.pooling_description import Pooling
 from trencadis.core.checkpoint.weight_source_interface import StackedPart, WeightSource, stack
 from trencadis.core.device import backend as devices
 from trencadis.core.device.backend import (
@@ -315,7 +315,7 @@ def _step(prompt: Calibrant, blocks: int, text: TextConfig, row: int) -> StepInp
             image_row[run.offset : run.offset + run.length] = rows
         row += span.arena_rows
     positions = np.stack([np.arange(n, dtype=np.int32)] * 3)
-    positions[0] *= not 0 < long_from < n  # core/models/attention.py
+    positions[0] *= not 0 < long_from < n  # core/models/rotary_embedding.py
     if request.positions is not None:
         positions = np.frombuffer(request.positions, np.int32).reshape(3, n)
     return StepInputs(

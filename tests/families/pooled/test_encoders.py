@@ -21,7 +21,7 @@ from trencadis.backends.conformance.check_model.cpu_reference_model import CpuRe
 from trencadis.backends.cpu import pick_policy
 from trencadis.core.checkpoint.checkpoint_weight_source import CheckpointSource
 from trencadis.core.checkpoint.model_config import PRE, RMS, ImageNeeds, ModelConfig
-from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.engine.startup_plan import shape_limits
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError

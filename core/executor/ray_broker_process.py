@@ -1,7 +1,7 @@
 """Child process that talks to Ray for the server: Ray may kill it with the cluster without ending the server.
 
-``python -P -m trencadis.core.executor.ray_broker FD`` with one end of a socket pair. No steps and no tokens pass
-through it.
+``python -P -m trencadis.core.executor.ray_broker_process FD`` with one end of a socket pair. No steps and no tokens
+pass through it.
 """
 
 from __future__ import annotations

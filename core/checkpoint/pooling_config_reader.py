@@ -19,7 +19,7 @@ from trencadis.core.checkpoint.family import CLASSIFY as CLASS_HEAD
 from trencadis.core.checkpoint.family import GENERATE, ClassHead
 from trencadis.core.checkpoint.json_fields import format_value, read_json
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.pooling_config import (
+from trencadis.core.checkpoint.pooling_description import (
     ALL,
     CLASSIFY,
     EMBED,

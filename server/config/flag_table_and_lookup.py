@@ -12,7 +12,7 @@ from typing import Any
 
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError, suggest_name
-from trencadis.core.flag_options import FlagValue, Option, options
+from trencadis.core.flag_declaration import FlagValue, Option, options
 from trencadis.server.config import value_parsers
 from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.config.vllm_flag_table import ROWS, SHORT

@@ -49,10 +49,10 @@ _FORMER_MODULES = {
     "core.checkpoint.json_fields": "core.checkpoint.fields",
     "core.checkpoint.model_config": "core.checkpoint.share core.checkpoint.stage_share",
     "core.checkpoint.model_registry": "core.checkpoint.registry core.models.registry",
-    "core.checkpoint.pooling_config": "core.checkpoint.pooling",
-    "core.checkpoint.pooling_resolver": """
+    "core.checkpoint.pooling_config_reader": """
         core.checkpoint.kv_cache_config core.checkpoint.kv_config core.checkpoint.label_tokens
-        core.checkpoint.pooler_config""",
+        core.checkpoint.pooler_config core.checkpoint.pooling_resolver""",
+    "core.checkpoint.pooling_description": "core.checkpoint.pooling core.checkpoint.pooling_config",
     "core.checkpoint.pytorch_bin": """
         core.checkpoint.archive core.checkpoint.zip_directory core.models.bin_file core.models.pytorch_bin""",
     "core.checkpoint.quantised_tensor_readers": """
@@ -79,6 +79,7 @@ _FORMER_MODULES = {
         core.graphs.oom_errors core.name_suggestions core.nearest multimodal.error_params multimodal.errors""",
     "core.executor.engine_launcher": "core.executor.spawn",
     "core.executor.rendezvous": "core.executor.process_groups",
+    "core.executor.ray_broker_process": "core.executor.ray_broker",
     "core.family_configs": "core.families",
     "core.family_configs.bert": "core.families.xlm_roberta",
     "core.family_configs.llama": "core.families.granite core.families.seed_oss core.families.smollm3",
@@ -87,15 +88,15 @@ _FORMER_MODULES = {
     "core.family_configs.qwen2": "core.families.qwen2_moe",
     "core.family_configs.qwen3": "core.families.qwen3_moe",
     "core.family_configs.qwen3_5": "core.families.qwen3_5_moe",
+    "core.flag_declaration": "core.flag_options",
     "core.kv_cache_format": "core.quant.kv core.quant.kv_cache_format",
     "core.links.authenticated_link": "core.links.keyed_link",
     "core.links.message_link": "core.links.link",
     "core.media_spans": "core.kv.media_spans core.kv.spans",
     "core.models": "core.layers",
-    "core.models.attention": """
-        core.layers.attention core.layers.partial core.layers.partial_rotary core.layers.rope
-        core.layers.rotary_embedding core.models.rotary_embedding""",
+    "core.models.attention": "core.layers.attention",
     "core.models.decoder": "core.models.passing core.models.stage_entry",
+    "core.models.decoder_layer": "core.models.layer_inputs core.models.per_layer_embeddings",
     "core.models.gated_delta": "core.models.interleaved_projections",
     "core.models.image_cross_attention": """
         core.layers.cross_attention core.layers.crossing core.models.cross_attention core.models.cross_attention_decoder
@@ -108,8 +109,9 @@ _FORMER_MODULES = {
         core.models.linear""",
     "core.models.mlp_and_norms": "core.layers.mlp core.layers.norm core.models.mlp core.models.norm",
     "core.models.moe": "core.layers.experts core.layers.moe",
-    "core.models.per_layer_embeddings": "core.models.layer_inputs",
     "core.models.pooler": "core.layers.pooler",
+    "core.models.rotary_embedding": """
+        core.layers.partial core.layers.partial_rotary core.layers.rope core.layers.rotary_embedding""",
     "core.output_constraints": "core.constraints core.structured_outputs",
     "core.quant.online_quant": "core.quant.online",
     "core.quant.quantisation_scheme": "core.quant.scheme core.quant.weight_storage_format",
@@ -119,10 +121,12 @@ _FORMER_MODULES = {
         core.quant.writing.gptq core.quant.writing.layer_rounding core.quant.writing.rounding""",
     "core.quant.writing.safetensors_writer": "core.quant.writing.files",
     "core.quant.writing.source_checkpoint": "core.quant.writing.stored",
+    "core.renamed_plugin_api": "core.old_names",
     "core.request": "core.adapter_ref",
     "core.spec.draft_proposer": "core.spec.draft_source",
     "core.startup_progress_and_warmup_pacing": "core.progress core.startup_progress",
     "core.token_masks": "core.masks",
+    "core.token_masks.grammar_vocabulary": "core.token_masks.canonical_tokens",
     "core.vision_config": "core.checkpoint.vision_config",
     "core.weight_files": "core.models.weight_files",
     "multimodal.convert_to_rgb": "multimodal.rgb_images",
@@ -195,7 +199,7 @@ _FORMER_MODULES = {
     "multimodal.vit.vision_language_config": """
         multimodal.hf_text_config multimodal.texts multimodal.tiles.fields multimodal.vit.hf_vision_config""",
     "multimodal.vit.vit_block": "multimodal.vit_block",
-    "multimodal.vit.vit_sizes": "multimodal.vit multimodal.vit.base_config multimodal.vit.vit_config",
+    "multimodal.vit.vit_config": "multimodal.vit multimodal.vit.base_config multimodal.vit.vit_sizes",
     "server.text.incremental_parser": "server.text.incremental",
     "server.tools.json_tool_parsers": "server.tools.hermes server.tools.llama3 server.tools.mistral",
     "server.tools.parser_registry": """
@@ -222,6 +226,11 @@ _MOVED = {
         "core.kv_cache_format": "RESERVED_BLOCKS SINK_BLOCK ZERO_BLOCK",
         "core.media_spans": "RESERVED_ROWS SINK_ROW ZERO_ROW",
         "core.vision_config": "WINDOW_SLOTS",
+    },
+    "core.models.attention": {
+        "core.models.rotary_embedding": """
+            HeadSpan PartialRotarySource TextRotary inverse_frequencies local_frequencies long_frequencies
+            scale_frequencies scale_llama3 scale_yarn text_frequencies vision_frequencies""",
     },
     "core.step": {
         "core.launch_inputs": "HeadInputs PoolInputs ResetInputs StepInputs VisionInputs",
