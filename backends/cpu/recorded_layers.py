@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -164,8 +164,13 @@ class ComputingOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _are_views(out: object, args: Sequence[object]) -> bool:
     """Returns True if ``out`` is a tensor, or tensors, in the memory of those among ``args``."""
     outs = out if isinstance(out, list | tuple) else [out]
-    memory = {one.untyped_storage().data_ptr() for one in args if isinstance(one, Tensor)}
-    return all(isinstance(one, Tensor) and one.untyped_storage().data_ptr() in memory for one in outs)
+    memory = {one.untyped_storage().data_ptr() for one in args if _has_storage(one)}
+    return all(_has_storage(one) and one.untyped_storage().data_ptr() in memory for one in outs)
+
+
+def _has_storage(value: object) -> TypeGuard[Tensor]:
+    """Returns True for a tensor whose memory torch knows; weights that oneDNN packed have none."""
+    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 class CachedAttention(Protocol):

@@ -19,7 +19,7 @@ from trencadis.backends.cpu.attention_plan import CpuAttn
 from trencadis.backends.cpu.native import kernel_threads
 from trencadis.backends.cpu.native.ctypes_structs import ReplayedCall
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.backends.cpu.recorded_layers import MOST_ROWS, RecordedLayers, ReusedMemory, decodes_few
+from trencadis.backends.cpu.recorded_layers import MOST_ROWS, ComputingOps, RecordedLayers, ReusedMemory, decodes_few
 
 pytestmark = pytest.mark.skipif(not kernel_kinds.DENSE, reason="the kernels of the CPU are not built")
 
@@ -164,6 +164,21 @@ def test_memory_is_given_again_only_when_nobody_holds_it() -> None:
     del view
     assert memory.give(torch.empty(32)).data_ptr() == place
     assert memory.give(torch.empty(32, dtype=torch.int32)).data_ptr() != place
+
+
+def test_a_product_of_torch_with_a_packed_weight_is_seen() -> None:
+    """Its weight has no storage to compare."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(torch.ones(8, 8))
+    with ComputingOps(ReusedMemory()) as computing, torch.inference_mode():
+        torch.ops.mkldnn._linear_pointwise(torch.ones(2, 8), packed, None, "none", [], "")
+    assert computing.found
+    with ComputingOps(ReusedMemory()) as computing, torch.inference_mode():
+        torch.ones(2, 8)
+    assert computing.found
+    x = torch.ones(2, 8)
+    with ComputingOps(ReusedMemory()) as computing, torch.inference_mode():
+        x.view(4, 4)[1].t().split(2)
+    assert not computing.found
 
 
 def attn_of(starts: list[int], tokens: int) -> CpuAttn:
