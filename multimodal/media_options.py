@@ -123,7 +123,7 @@ class MediaPart(NamedTuple):
         options: the part's own options; ``MediaScope`` holds those of the whole request.
         kind: ``image`` or ``video``.
         uuid: the client's own name for the content.
-        place: position among the prompt's media of this kind, which the frontends set.
+        position: index among the prompt's media of this kind, which the frontends set.
     """
 
     source: object
@@ -131,7 +131,7 @@ class MediaPart(NamedTuple):
     options: MediaOptions = NO_OPTIONS
     kind: str = "image"
     uuid: str | None = None
-    place: int = 0
+    position: int = 0
 
 
 def _no_charge(pixels: int) -> None:

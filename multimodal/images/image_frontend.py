@@ -132,7 +132,7 @@ class ImageFrontend:
         if scope.options != NO_OPTIONS:
             self.processor.with_options(scope.options, "mm_processor_kwargs")
         return await gather_or_cancel(
-            self._prepare_part(MediaPart(*part)._replace(place=i), scope) for i, part in enumerate(parts)
+            self._prepare_part(MediaPart(*part)._replace(position=i), scope) for i, part in enumerate(parts)
         )
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class ImageFrontend:
         if content is not None:
             made = await self.cache.find(cache_key(scope.salt, processed_digest(content, processor)))
         if made is None:
-            raise make_miss_error("image", part.place)
+            raise make_miss_error("image", part.position)
         scope.charge(made.resized[0] * made.resized[1])
         return made
 

@@ -144,7 +144,7 @@ class VideoFrontend:
         if len(parts) > self.limits.videos:
             raise BadRequest(f"At most {self.limits.videos} video(s) may be provided in one prompt.", param="video")
         return await gather_or_cancel(
-            self._prepare_part(part._replace(place=i), tokens_left, scope) for i, part in enumerate(parts)
+            self._prepare_part(part._replace(position=i), tokens_left, scope) for i, part in enumerate(parts)
         )
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class VideoFrontend:
             else await self.cache.find(cache_key(scope.salt, self._digest(content_hash, requested)))
         )
         if made is None:
-            raise make_miss_error("video", part.place)
+            raise make_miss_error("video", part.position)
         return cast(PreparedVideo, made)
 
     def _digest(self, content: str, requested: MediaOptions) -> str:

@@ -54,8 +54,8 @@ def test_every_function_passes_or_has_a_reason(folder: Path, tmp_path: Path) -> 
     }  # fmt: skip
     command = [
         str(folder / "bin" / "python"), "-m", "pytest", "-c", "/dev/null", "--rootdir", ".", "-q", "--tb=short",
-        "-p", "no:cacheprovider", "-p", "vllm_suite.plugin", "--timeout", "120", "--continue-on-collection-errors",
-        f"--junitxml={report}", "tests/entrypoints",
+        "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "vllm_suite.plugin", "--timeout", "120",
+        "--continue-on-collection-errors", f"--junitxml={report}", "tests/entrypoints",
     ]  # fmt: skip
     run = subprocess.run(command, cwd=suite, env=environ, capture_output=True, text=True, timeout=SECONDS)
     skipped, wrong, passed = Counter[str](), list[str](), 0

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import http.server
 import importlib
-import io
 import os
 import sys
-import threading
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,24 +14,30 @@ from typing import Any
 
 import pytest
 
-from . import remote_server, stub_package
+from . import hf_models, media, remote_server, stub_package
 
 REASONS: dict[str, dict[str, str]] = tomllib.loads((Path(__file__).parent / "reasons.toml").read_text())
+
+
+ASSETS = media.LocalAssetServer()
+"""Serves images and videos while the tests run."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
     """Puts the shim in the place of vLLM and of the tests' own helpers, before any file of theirs is imported."""
     stub_package.REAL["vllm.transformers_utils.repo_utils"] = {"hf_api": remote_server.HubFiles}
+    stub_package.REAL["vllm.assets.base"] = {"VLLM_S3_BUCKET_URL": ASSETS.url}
+    stub_package.REAL["tests.v1.utils"] = {"check_request_balancing": check_request_balancing}
+    stub_package.REAL["tests.conftest"] = {"HfRunner": hf_models.HfRunner, "LocalAssetServer": media.LocalAssetServer}
     stub_package.install()
     sys.path.insert(0, str(Path(os.environ["VLLM_SUITE"])))
     tests = importlib.import_module("tests")
     for name, module in (("utils", remote_server), ("conftest", _make_module("tests.conftest"))):
         sys.modules[f"tests.{name}"] = module
         setattr(tests, name, module)
-    for name in ("models", "models.utils", "models.registry", "models.language", "models.language.pooling",
-                 "models.language.pooling.embed_utils", "models.language.pooling_mteb_test",
-                 "models.language.pooling_mteb_test.mteb_embed_utils", "v1", "v1.utils",
+    for name in ("models.registry", "models.language.pooling_mteb_test", "v1", "v1.utils",
+                 "models.language.pooling_mteb_test.mteb_embed_utils",
                  "models.language.pooling_mteb_test.mteb_score_utils"):  # fmt: skip
         sys.modules[f"tests.{name}"] = _make_module(f"tests.{name}")
     _use_checkpoints()
@@ -45,6 +48,12 @@ def pytest_configure(config: pytest.Config) -> None:
     for mark in ("slow_test", "skip_global_cleanup", "core_model", "hybrid_model", "cpu_model", "cpu_test", "split",
                  "distributed", "optional"):  # fmt: skip
         config.addinivalue_line("markers", mark)
+
+
+def check_request_balancing(server: remote_server.RemoteOpenAIServer, dp_size: int) -> None:
+    """Skips a test of several engines, which runs with DP_SIZE in the environment alone."""
+    if dp_size > 1:
+        pytest.skip("compares the engines' counts of requests")
 
 
 def _make_module(name: str) -> ModuleType:
@@ -97,71 +106,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=why))
 
 
-class _Images(http.server.BaseHTTPRequestHandler):
-    """Serves an image of colours under any name."""
-
-    def do_GET(self) -> None:
-        from PIL import Image
-
-        out = io.BytesIO()
-        mode = "RGBA" if "RGBA" in self.path else "L" if "Grayscale" in self.path else "RGB"
-        image = Image.effect_mandelbrot((128, 96), (-2, -1, 1, 1), 40).convert(mode)
-        image.save(out, "JPEG" if self.path.endswith("jpg") else "PNG")
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(out.getvalue())))
-        self.end_headers()
-        self.wfile.write(out.getvalue())
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Logs nothing."""
-
-
-class LocalAssetServer:
-    """Images by HTTP on this machine, in place of those of the tests."""
-
-    def __init__(self) -> None:
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Images)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def url_for(self, name: str) -> str:
-        """The address of an image."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}/{name}"
-
-    def get_image_asset(self, name: str) -> Any:
-        """An image."""
-        import urllib.request
-
-        from PIL import Image
-
-        with urllib.request.urlopen(self.url_for(name)) as answer:
-            return Image.open(io.BytesIO(answer.read()))
-
-    def close(self) -> None:
-        """Stops serving."""
-        self._server.shutdown()
-
-
 @pytest.fixture(scope="session")
-def local_asset_server() -> Iterator[LocalAssetServer]:
+def local_asset_server() -> Iterator[media.LocalAssetServer]:
     """Images by HTTP."""
-    made = LocalAssetServer()
-    yield made
-    made.close()
+    yield ASSETS
 
 
 @pytest.fixture
-def image_url(request: pytest.FixtureRequest, local_asset_server: LocalAssetServer) -> str:
+def image_url(request: pytest.FixtureRequest, local_asset_server: media.LocalAssetServer) -> str:
     """The address of the image that a test names."""
     return local_asset_server.url_for(request.param)
 
 
 @pytest.fixture
-def image_urls(request: pytest.FixtureRequest, local_asset_server: LocalAssetServer) -> list[str]:
+def image_urls(request: pytest.FixtureRequest, local_asset_server: media.LocalAssetServer) -> list[str]:
     """The addresses of the images that a test names."""
     return [local_asset_server.url_for(name) for name in request.param]
 
 
 @pytest.fixture(scope="session")
-def hf_runner() -> None:
-    """Theirs computes with a model of the hub."""
-    pytest.skip("compares with weights that cannot be downloaded here")
+def hf_runner() -> type[hf_models.HfRunner]:
+    """A model of transformers with the weights that the server has."""
+    return hf_models.HfRunner

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -31,13 +32,35 @@ START = 120.0
 """Seconds until a server must answer."""
 
 
+HUB_NAME = re.compile(r"(?:[\w.-]+(?:/[\w.-]+)?=)?([\w-][\w.-]*/[\w-][\w.-]*)")
+"""owner/name, also as the path of an adapter with a name."""
+LONG_ANSWERS = ("test_request_cancellation",)
+"""Tests whose requests say how long the answers are, which may be longer than ``SHORT_ANSWERS``."""
+
+
 def find_checkpoint(name: str) -> str:
     """Returns the folder of the checkpoint that stands for a model of the hub."""
     if os.path.isdir(name):
         return name
-    listed = json.loads((Path(os.environ["VLLM_SUITE_MODELS"]) / "models.json").read_text())
+    listed = json.loads((_models() / "models.json").read_text())
     kind = next((kind for part, kind in listed["names"].items() if part in name), "demo")
     return str(listed["kinds"][kind])
+
+
+def _models() -> Path:
+    return Path(os.environ["VLLM_SUITE_MODELS"])
+
+
+def link_checkpoint(name: str) -> str:
+    """Makes ``hub/OWNER/NAME`` a link to the checkpoint that stands for a model, and returns the name.
+
+    A server that is started in the folder ``hub`` finds the model by its name, which /v1/models then shows as its root.
+    """
+    link = _models() / "hub" / name
+    if not os.path.isdir(name) and not link.exists():
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(find_checkpoint(name))
+    return name
 
 
 class HubFiles:
@@ -74,6 +97,7 @@ class RemoteOpenAIServer:
         **_: Any,
     ) -> None:
         given = [str(one) for one in vllm_serve_args]
+        self.show_hidden_metrics = any(word.startswith("--show-hidden-metrics-for-version") for word in given)
         self.uds = given[given.index("--uds") + 1] if "--uds" in given else None
         self.host = given[given.index("--host") + 1] if "--host" in given else "127.0.0.1"
         if "--port" in given:
@@ -88,13 +112,20 @@ class RemoteOpenAIServer:
         if override_hf_configs is not None:
             given += ["--hf-overrides", json.dumps(override_hf_configs)]
         generates = Path(find_checkpoint(model)).name == "demo" and "--runner" not in given
-        given += SHORT_ANSWERS if generates and SHORT_ANSWERS[0] not in given else []
+        bounded = generates and SHORT_ANSWERS[0] not in given
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        given += SHORT_ANSWERS if bounded and not any(name in test for name in LONG_ANSWERS) else []
         given += [] if seed is None else ["--seed", str(seed)]
-        command = [os.environ["TRENCADIS_PYTHON"], "-m", "trencadis", "serve", find_checkpoint(model), *given, *ROOM]
         environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | (env_dict or {})
+        if "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in environ:
+            given += ["--allowed-lora-path", "/"]
+        for word in given:
+            if (found := HUB_NAME.fullmatch(word)) is not None:
+                link_checkpoint(found[1])
+        command = [os.environ["TRENCADIS_PYTHON"], "-m", "trencadis", "serve", link_checkpoint(model), *given, *ROOM]
         self._log = Path(tempfile.mkstemp(suffix=".log")[1])
         with self._log.open("wb") as out:
-            self.proc = subprocess.Popen(command, stdout=out, stderr=out, env=environ, cwd=tempfile.gettempdir())
+            self.proc = subprocess.Popen(command, stdout=out, stderr=out, env=environ, cwd=_models() / "hub")
         try:
             self._wait(START)
         except BaseException:

@@ -5,10 +5,8 @@ A test that calls vLLM's own code judges that code and no server.
 
 from __future__ import annotations
 
-import base64
 import importlib.abc
 import importlib.machinery
-import io
 import socket
 import sys
 from collections.abc import Iterable, Sequence
@@ -16,6 +14,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from . import media
 
 VERSION = "0.33.0"
 
@@ -78,25 +78,6 @@ def find_open_port() -> int:
         return int(one.getsockname()[1])
 
 
-def encode_image_url(image: Any, *, image_mode: str = "RGB", format: str = "PNG") -> str:
-    """Returns an image as a data URL."""
-    out = io.BytesIO()
-    image.convert(image_mode).save(out, format)
-    return f"data:image/{format.lower()};base64,{base64.b64encode(out.getvalue()).decode()}"
-
-
-def fetch_image(url: str, *args: Any, **kwargs: Any) -> Any:
-    """Returns the image at an address of this machine, and a drawn one for any other."""
-    import urllib.request
-
-    from PIL import Image
-
-    if not url.startswith("http://127.0.0.1:"):
-        return Image.effect_mandelbrot((128, 96), (-2, -1, 1, 1), 40).convert("RGB")
-    with urllib.request.urlopen(url) as answer:
-        return Image.open(io.BytesIO(answer.read()))
-
-
 def load_tokenizer(tokenizer_name: str, *args: Any, **kwargs: Any) -> Any:
     """Returns the tokenizer of the checkpoint that stands for a model."""
     from transformers import AutoTokenizer
@@ -110,13 +91,16 @@ class VllmError(Exception):
 
 REAL: dict[str, dict[str, Any]] = {
     "vllm": {"__version__": VERSION},
-    "vllm.version": {"__version__": VERSION},
+    "vllm.version": {"__version__": VERSION, "_prev_minor_version": lambda: "0.32"},
     "vllm.platforms": {"current_platform": Platform()},
     "vllm.tokenizers": {"get_tokenizer": load_tokenizer},
     "vllm.utils.network_utils": {"get_open_port": find_open_port},
-    "vllm.multimodal.utils": {"encode_image_url": encode_image_url, "fetch_image": fetch_image},
-    "vllm.multimodal.media": {"fetch_image": fetch_image},
-}
+    "vllm.multimodal.utils": {
+        "encode_image_url": media.encode_image_url, "encode_video_url": media.encode_video_url,
+        "fetch_image": media.fetch_image, "fetch_video": media.fetch_video,
+    },
+    "vllm.multimodal.media": {"fetch_image": media.fetch_image},
+}  # fmt: skip
 """Module -> what works in it."""
 
 
