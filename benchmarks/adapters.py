@@ -1,6 +1,6 @@
 """Tokens per second of a batch of requests with LoRA adapters, against the base model, in one process.
 
-    python -m benchmarks.adapters CHECKPOINT --count 8 --rank 16
+    python -m benchmarks.adapters CHECKPOINT --count 8 --rank 16 [--requests 8] [--device cpu] [--json FILE]
 
 Rounds alternate between the base model, one adapter for all rows, and a different one for each row; the medians of
 their ratios count. ``--plain`` also measures an engine without slots of adapters, in turn with the others.
@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -58,7 +58,8 @@ def write_adapter(checkpoint: Path, folder: Path, rank: int, seed: int) -> Path:
 def measure(llm: LLM, kind: str, adapters: list[LoRARequest | None], length: int, seed: int) -> Rate:
     """Runs one round: as many prompts of 32 tokens as there are adapters, each with ``length`` new tokens."""
     rng = np.random.default_rng(seed)
-    prompts = [rng.integers(0, 30_000, 32).tolist() for _ in adapters]
+    most = min(30_000, llm.engine.info().vocab_size)
+    prompts = [rng.integers(0, most, 32).tolist() for _ in adapters]
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
     begun = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
@@ -106,17 +107,22 @@ def time_steps(llm: LLM, adapters: list[LoRARequest], rows: int) -> list[StepTim
     return times[rows + APART :]
 
 
-def report_steps(times: list[StepTime]) -> None:
-    """Prints the median of undisturbed steps, and by how much steps with a coming adapter were longer."""
+def report_steps(times: list[StepTime]) -> dict[str, float]:
+    """Prints the median of undisturbed steps, and by how much steps with a coming adapter were longer; returns that of
+    the longest of each kind, in milliseconds.
+    """
     usual = statistics.median(seconds for coming, seconds in times if not coming)
     quiet = max(seconds for coming, seconds in times if not coming)
     print(f"steps without: median {1e3 * usual:.1f} ms, the longest {1e3 * quiet:.1f} ms")
+    longest = dict[str, float]()
     for kind in COMINGS:
         own = [seconds - usual for coming, seconds in times if coming == kind]
         print(
             f"an adapter {kind}: {len(own)} steps, the longest {1e3 * max(own):+.1f} ms, median "
             f"{1e3 * statistics.median(own):+.1f} ms"
         )
+        longest[kind] = 1e3 * max(own)
+    return longest
 
 
 def main() -> None:
@@ -128,22 +134,35 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--loads", action="store_true")
+    parser.add_argument("--requests", type=int, default=0, help="requests at a time; 0: one for each adapter")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--policy", default="", help="a test policy of the device: twin")
+    parser.add_argument("--cache", type=int, default=1 << 28, help="bytes of the KV cache")
+    parser.add_argument("--json", type=Path, help="file that gets the result")
     given = parser.parse_args()
+    found = run(given)
+    if given.json is not None:
+        given.json.write_text(json.dumps(found))
+
+
+def run(given: argparse.Namespace) -> dict[str, float]:
+    """Returns the median ratio of each kind of round to the base's, or with ``--loads`` what ``report_steps`` does."""
     most = 1024 if given.loads else 512
-    options = dict(
-        dtype=given.dtype, max_model_len=most, max_num_seqs=given.count + given.loads, kv_cache_memory_bytes=1 << 28
-    )
+    rows = given.requests or given.count
+    options: dict[str, Any] = dict(
+        dtype=given.dtype, max_model_len=most, max_num_seqs=rows + given.loads, kv_cache_memory_bytes=given.cache,
+        device=given.device, policy=given.policy, **({"warmup": "skip"} if given.policy else {}),
+    )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         made = [write_adapter(given.checkpoint, Path(folder) / str(i), given.rank, i) for i in range(given.count)]
         own: list[LoRARequest | None] = [LoRARequest(f"a{i}", 1, str(path)) for i, path in enumerate(made)]
         slots = {"max_loras": 1 if given.loads else given.count, "max_cpu_loras": given.count}
         llm = LLM(str(given.checkpoint), enable_lora=True, max_lora_rank=given.rank, **slots, **options)
         if given.loads:
-            report_steps(time_steps(llm, [one for one in own if one is not None], given.count))
-            return
+            return report_steps(time_steps(llm, [one for one in own if one is not None], rows))
         plain = LLM(str(given.checkpoint), **options) if given.plain else None
         kinds: dict[str, list[LoRARequest | None]] = {
-            "base": [None] * given.count, "one adapter": own[:1] * given.count, "own adapters": own,
+            "base": [None] * rows, "one adapter": own[:1] * rows, "own adapters": (own * rows)[:rows],
         }  # fmt: skip
         rates: list[Rate] = []
         for number in range(given.rounds + 1):
@@ -152,10 +171,13 @@ def main() -> None:
             if plain is not None:
                 rates.append(measure(plain, "without slots", kinds["base"], given.length, number))
             print(*(f"{kind} {rate:.1f}" for kind, rate in rates[-4:]), flush=True)
+        medians = dict[str, float]()
         by_kind = {kind: [r.tokens for r in rates if r.kind == kind][1:] for kind, _ in rates}
         for kind, values in by_kind.items():
             ratios = [a / b for a, b in zip(values, by_kind["base"], strict=True)]
-            print(f"{kind}: {statistics.median(values):.1f} tokens/s, {statistics.median(ratios):.3f} of the base")
+            medians[kind] = statistics.median(ratios)
+            print(f"{kind}: {statistics.median(values):.1f} tokens/s, {medians[kind]:.3f} of the base")
+        return medians
 
 
 if __name__ == "__main__":

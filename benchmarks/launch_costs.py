@@ -3,7 +3,8 @@
 python -m benchmarks.launch_costs [--model demo|half] [--device cpu] [--requests 200] [--seeds 3] [--threads 2]
 
 An engine serves random requests; every launch is measured on the device (``core/graphs/graph_manager.LaunchTimer``).
-The model (``core/shapes/cost_model.py``) is fitted to a random half of the launches, and the other half is predicted.
+The model (``core/shapes/measured_launch_times.py``) is fitted to a random half of the launches, and the other half is
+predicted.
 *Polynomial* is that of the planner, scaled by the same launches. Errors are relative, of single launches.
 """
 
@@ -22,8 +23,8 @@ from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.graphs.graph_manager import LaunchTimer
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.shapes.cost_model import LaunchTime, LaunchTimes, MeasuredCosts, Residual, residuals_of
 from trencadis.core.shapes.launch_costs import Costs, costs_of
+from trencadis.core.shapes.measured_launch_times import LaunchTime, LaunchTimes, MeasuredCosts, Residual, residuals_of
 
 RIDGE = 32.0
 """Operations that a CPU computes in the time to read one byte, where the policy does not say."""

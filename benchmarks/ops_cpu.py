@@ -25,8 +25,8 @@ from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU, ReferenceOps
 from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.device.backend import HeadTensors, LayerKV, SamplerState, Weight
 from trencadis.core.quant.online_quant import quantise
+from trencadis.core.quant.quantisation_scheme import FP4_HALVES, Scheme
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.weight_storage_format import FP4_HALVES, Scheme
 
 SIZES = {"qkv": (1152, 896), "gate_up": (9728, 896), "down": (896, 4864), "vision qkv": (3840, 1280)}
 ROWS = (1, 8, 32, 128, 512)

@@ -29,14 +29,15 @@ from trencadis.core.launches.rank_input_batch import RankInputBatch
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.process.engine_messages import EngineInfo
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.scheduling.encoder_scheduler import EncoderCache
+from trencadis.core.scheduling.encoder_cache import EncoderCache
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.core.step import HeadOutput, Step, StepOutput
+from trencadis.core.step import Step
+from trencadis.core.step_output import HeadOutput, StepOutput
 from trencadis.multimodal.patch_packing import count_slots, count_tokens, patch_grid
 from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig as VisionConfig

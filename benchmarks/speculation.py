@@ -1,7 +1,7 @@
 """Tokens a second with and without drafts, on scripted answers.
 
 python -m benchmarks.speculation MODEL [--dtype auto] [--quantization ""] [--loads prediction,editing,...] [--pairs 10]
-                                 [--drafts 4] [--out 128]
+                                 [--drafts 4] [--out 128] [--device cpu] [--json FILE]
 
 A model with random weights repeats nothing, so that its answers are scripted: after each launch the drawn ids are
 replaced by those of the script, in the sampler's state too; the cost of that is part of both sides. One engine answers
@@ -10,17 +10,21 @@ a CPU second of this process, which other processes on the machine disturb less.
 
 | load | prompt and answer |
 |---|---|
-| prediction | the request predicts the answer with every tenth id changed |
+| prediction | the request predicts the answer with every tenth id changed; at ``--predicted`` requests at a time |
 | editing | the answer is the prompt's text with 5 % of its ids changed |
 | plain | random ids, which repeat nothing; at 1, 8 and 32 requests at a time |
 | prose | words of the documentation, with what prose repeats by chance; the same numbers of requests |
 | json | a schema with long names of fields, without a script: ids that the grammar forces join a launch, or do not |
+
+On a card the next step may have begun before ids are replaced, and then reads others than the script's: its answer is
+replaced too, so that only what is computed differs, not how much.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import re
 import statistics
@@ -29,18 +33,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import llguidance
-
 from benchmarks.harness.reporting import report, table
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine_config import EngineConfig
+from trencadis.core.output_constraints import Rule
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.spec.spec_config import SpeculationConfig
-from trencadis.core.step import Step, StepOutput
-from trencadis.core.structured_outputs import Rule
-from trencadis.server.grammars.grammar_cache import GrammarCache
-from trencadis.server.text.checkpoint_tokenizer import Tokenizer
+from trencadis.core.step import Step
+from trencadis.core.step_output import StepOutput
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = ("load", "requests", "without", "with", "ratio", "low", "high", "cpu ratio", "tokens a step", "accepted")
@@ -115,12 +116,17 @@ class ScriptedEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.rank: Any = engine.executor._rank  # type: ignore[attr-defined]
+        self.waits = engine.info().device == "cpu"
+        """False on a card: a write to the sampler's state would wait for the launch in flight."""
         self.answers: dict[str, list[int]] = {}
         submit = engine.executor.submit
         engine.executor.submit = lambda step: _Replaced(self, step, submit(step))  # type: ignore[method-assign]
 
     def set_vocabulary(self, model: str) -> None:
         """Gives the engine the bytes of the model's ids, for grammars."""
+        from trencadis.server.grammars.grammar_cache import GrammarCache
+        from trencadis.server.text.checkpoint_tokenizer import Tokenizer
+
         info, eos = self.engine.info(), self.engine.scheduler.limits.eos
         book = GrammarCache(Tokenizer.from_checkpoint(Path(model)), info.vocab_size, eos)
         self.engine.set_vocabulary(asyncio.run(book.pack_vocabulary()))
@@ -130,7 +136,7 @@ class ScriptedEngine:
         """Writes the scripts' ids over what a step has drawn, also where the next step reads them."""
         if output.head is None:
             return output
-        head, last = output.head, self.rank.model.persistent.state.last
+        head, state = output.head, self.rank.model.persistent.state
         head.token = head.token.copy()
         step = self.engine.scheduler.in_flight[0]
         rows = {seq.key: at for at, seq in enumerate(step.persistent)}
@@ -143,7 +149,8 @@ class ScriptedEngine:
             for place in range(len(seq.drafts) + 1):
                 if at + place < len(answer):
                     head.token[row + place] = answer[at + place]
-            last[seq.slot] = int(head.token[row])
+            if self.waits:
+                state.last[seq.slot] = int(head.token[row])
         return output
 
     def answer(self, scripts: list[Script], rule: Rule | None = None, length: int = 0) -> Speed:
@@ -190,6 +197,8 @@ def measure(scripted: ScriptedEngine, load: str, requests: int, args: argparse.N
     without: DraftScheduler | None = None
     rule = None
     if load == "json":
+        import llguidance
+
         rule = Rule(grammar=llguidance.LLMatcher.grammar_from_json_schema(SCHEMA))
         both = (SpeculationConfig("", 0, forced=forced) for forced in (0, 32))
         without, drafting = (DraftScheduler(one, scheduler.limits, scheduler.totals) for one in both)
@@ -230,26 +239,35 @@ def main() -> None:
     parser.add_argument("--quantization", default="")
     parser.add_argument("--loads", default=",".join(LOADS))
     parser.add_argument("--requests", default="1,8,32", help="numbers of requests at a time of plain and prose")
+    parser.add_argument("--predicted", default="1", help="numbers of requests at a time of prediction")
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--method", default="ngram")
     parser.add_argument("--out", type=int, default=128)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--policy", default="", help="a test policy of the device: twin")
+    parser.add_argument("--json", type=Path, help="file that gets the rows")
     args = parser.parse_args()
     from trencadis.core.engine.engine_builder import create_engine
 
+    at_a_time = {"plain": args.requests, "prose": args.requests, "prediction": args.predicted}
+    counts = {load: [int(one) for one in at_a_time.get(load, "1").split(",")] for load in args.loads.split(",")}
     config = EngineConfig(
-        model=args.model, device="cpu", dtype=args.dtype, quantization=args.quantization, max_model_len=1024,
-        max_num_seqs=32, spec_method=args.method, spec_tokens=args.drafts, encoder_cache_images=2,
+        model=args.model, device=args.device, dtype=args.dtype, quantization=args.quantization, max_model_len=1024,
+        max_num_seqs=max(32, *(one for some in counts.values() for one in some)), spec_method=args.method,
+        spec_tokens=args.drafts, encoder_cache_images=2, policy=args.policy,
+        warmup="skip" if args.policy else EngineConfig().warmup,
     )  # fmt: skip
     scripted = ScriptedEngine(create_engine(config))
-    if "json" in args.loads.split(","):
+    if "json" in counts:
         scripted.set_vocabulary(args.model)
     rows = []
-    for load in args.loads.split(","):
-        counts = [int(one) for one in args.requests.split(",")] if load in ("plain", "prose") else [1]
-        for requests in counts:
+    for load, some in counts.items():
+        for requests in some:
             rows.append(measure(scripted, load, requests, args))
             print(rows[-1], flush=True)
+            if args.json is not None:
+                args.json.write_text(json.dumps({"rows": rows}))
     report("speculation", {"rows": rows}, table(HEADER, [[row[name] for name in HEADER] for row in rows]))
     scripted.engine.close()
 

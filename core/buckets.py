@@ -1,4 +1,7 @@
-"""Buckets: the kinds of launches, their padded shapes and the default sizes. Pure Python: no torch, no numpy."""
+"""Buckets: the kinds of launches, their padded shapes, the default sizes, and how sizes are rounded up.
+
+Pure Python: no torch, no numpy.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,17 @@ WIDE_ROWS = 8
 """Rows of one SAMPLE launch that reports more ids than a launch which draws."""
 
 
+DRAFTED_ROWS = 64
+"""Most rows of SAMPLE in a step with drafts, unless more requests run at a time."""
+
+
 LORA = "lora"
 """Variant of text buckets whose rows may have LoRA adapters."""
+
+
+def align_up(width: int, unit: int) -> int:
+    """Returns the next multiple of ``unit``: the width after zero padding."""
+    return -(-width // unit) * unit
 
 
 class Stage(IntEnum):

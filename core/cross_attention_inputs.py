@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.core.media_spans import MediaSpan
-from trencadis.core.shared_constants import RESERVED_ROWS
+from trencadis.core.media_spans import RESERVED_ROWS, MediaSpan
 
 VARIANT = "pictures"
 """Text buckets of launches with cross-attention have this variant, followed by the number of units."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -95,21 +95,43 @@ class GraphMemory:
         return layers // self.cut_layers if self.cut_layers else 0
 
 
+class PlannedLayer(NamedTuple):
+    """What a decoder layer of a plan has in common with others.
+
+    Args:
+        kind: equal for layers of equal parts and sizes.
+        inputs: equal for layers that take the same rotary factors and attention inputs.
+        recurrent: True if it keeps a state of fixed size for each sequence.
+    """
+
+    kind: Hashable = None
+    inputs: Hashable = None
+    recurrent: bool = False
+
+
 class PlannedModel(NamedTuple):
     """The launches of one model of a plan: the target, or what drafts.
 
     Args:
         cell: slots of a row of an image.
-        layers: of the decoder.
-        kinds: of its layers, such as those with a window and those without.
+        layers: of the decoder, in order.
         taps: layers whose hidden states its text launches keep for a head.
+        windows: the distinct windows of all layers, as ``TextConfig.windows``.
+        upto: True if a token may attend to later positions.
+        joins: True if neighbours may run as one: nothing is added between layers.
+        adds_rows: True if parts of an image are added to the residual stream after some layers.
+        causal_layers: True if some layers do without ``upto``.
     """
 
     buckets: Sequence[Bucket]
     cell: int
-    layers: int
-    kinds: int = 1
+    layers: Sequence[PlannedLayer]
     taps: tuple[int, ...] = ()
+    windows: tuple[int, ...] = (0,)
+    upto: bool = False
+    joins: bool = True
+    adds_rows: bool = False
+    causal_layers: bool = False
 
 
 class DecodedPieces(NamedTuple):
@@ -169,7 +191,7 @@ class Policy:
         inputs: exact bytes of a bucket's input tensors; None: a formula estimates them.
         invariant_rows: the unit that row counts are padded to so that a row's bits do not depend on the others
             (`--batch-invariant`); 0: the device cannot guarantee that.
-        quantised: the form in which quantised weights are kept (core/quant/weight_storage_format.py); empty: they are
+        quantised: the form in which quantised weights are kept (core/quant/quantisation_scheme.py); empty: they are
             dequantised while loading.
         host_kv: evicted KV blocks can go to host memory. The backend is a ``CopyingBackend``
             (core/launches/host_block_copies.py).
@@ -209,7 +231,7 @@ class Policy:
         joined_adapters: one A and one B hold the adapters of all slots and of all parts of a fused matrix
             (core/memory/weight_bytes.py), and the numbers of slots are repeated for each of their columns.
         adapters: text buckets have the variant ``LORA``, whose launches have ``TextTensors.adapter``.
-        stages: the backend has a ``pipe`` (core/launches/stage_transfer.py) if ``BackendConfig.stages`` is above 1.
+        stages: the backend has a ``pipe`` (core/launches/pipeline_transfer.py) if ``BackendConfig.stages`` is above 1.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]

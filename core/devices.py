@@ -13,7 +13,7 @@ from typing import NamedTuple
 from trencadis.core.cpu_affinity import computing_cpus
 from trencadis.core.device_shape_policy import Policy
 from trencadis.core.errors import StartupError
-from trencadis.core.old_names import find_successors
+from trencadis.core.renamed_plugin_api import find_successors
 
 TABLE = {
     "cpu": "trencadis.backends.cpu",
@@ -29,7 +29,10 @@ SETTLERS = {
 }
 """Torch-free modules with ``settle(environ, index, rank, world) -> DeviceEnv``, which runs before torch is imported."""
 
-TIMERS = {"cuda": "trencadis.backends.cuda.time_estimates.time_report", "hpu": "trencadis.backends.hpu.estimated_times"}
+TIMERS = {
+    "cuda": "trencadis.backends.cuda.time_estimates.time_report",
+    "hpu": "trencadis.backends.hpu.decode_step_time_estimate",
+}
 """Modules with ``times(model, ranks, card, rows, context, depth)`` and ``lines(report)``, for ``plan --time``."""
 
 GROUP = "trencadis.backends"

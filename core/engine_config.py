@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trencadis.core.flag_options import BYTES, COUNT, SECONDS, SHARE, SOME_SECONDS, Bound, opt, options
+from trencadis.core.flag_declaration import BYTES, COUNT, SECONDS, SHARE, SOME_SECONDS, Bound, opt, options
 from trencadis.core.json_types import JsonObject
 from trencadis.core.kv_cache_format import NAMES
 from trencadis.core.request import MAX_LOGPROBS

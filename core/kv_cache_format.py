@@ -1,4 +1,5 @@
-"""The format of an 8-bit KV cache: codes with a scale per token and head, and key values kept in 16 bits. Torch-free.
+"""The KV cache's reserved blocks, and its 8-bit format: codes with a scale per token and head, and key values kept in
+16 bits. Torch-free.
 
 The largest values of a key come from its projection's bias, rotated by position: with a common scale they would leave
 only a few codes for the other values of the head. So the rotary pairs with the largest bias stay in 16 bits, and their
@@ -8,6 +9,11 @@ codes are 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+ZERO_BLOCK, SINK_BLOCK = 0, 1
+"""KV blocks outside the pool: ZERO is read by padding and never written, SINK is written by padding and never read."""
+
+RESERVED_BLOCKS = 2
 
 KEPT_PAIRS = 4
 """Number of rotary pairs of a KV head that stay in 16 bits if keys have a bias."""

@@ -1,10 +1,20 @@
-"""Spans of images and videos in a prompt: which tokens use which rows of the image arena. Torch-free."""
+"""Spans of images and videos in a prompt: which tokens use which rows of the image arena, and its reserved rows.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
+
+ZERO_ROW, SINK_ROW = 0, 1
+"""Rows of the image arena that hold no image: ZERO is read by padding and never written, SINK is written by padding and
+never read. In ``image_row``, row 0 means the token's own embedding.
+"""
+
+RESERVED_ROWS = 2
 
 
 class TokenRun(NamedTuple):

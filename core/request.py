@@ -8,10 +8,10 @@ from enum import Enum
 from typing import Any
 
 from trencadis.core.errors import BadRequest
-from trencadis.core.flag_options import MOST, Bound
+from trencadis.core.flag_declaration import MOST, Bound
 from trencadis.core.json_types import Json
 from trencadis.core.media_spans import MediaSpan
-from trencadis.core.structured_outputs import (
+from trencadis.core.output_constraints import (
     GuidedDecodingParams,
     RepetitionDetectionParams,
     Rule,
@@ -36,6 +36,8 @@ class AdapterRef:
     tower: bool = False
 
 
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Values of a request's ``reasoning_effort``."""
 MAX_LOGPROBS = 20
 """Top ids that every SAMPLE launch with log-probabilities reports; more of them take another launch."""
 MAX_BEAMS = MAX_LOGPROBS // 2
@@ -339,7 +341,7 @@ class Request:
         beams: search for the ``params.n`` best answers instead of sampling; they are returned at the end, best first.
         tenant: the tenant that it is charged to under ``--scheduling-policy fair``.
         weight: weight of the tenant's share.
-        pool: kind of pooling (``core.checkpoint.pooling_config``); "": tokens are generated.
+        pool: kind of pooling (``core.checkpoint.pooling_description``); "": tokens are generated.
         replica: with several engines, the one that the request is pinned to (-1: any), and after submission the one
             that it was sent to.
         prediction: ids of a text that the answer may repeat; it changes the speed of the answer alone.

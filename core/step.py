@@ -1,6 +1,7 @@
-"""The data that the scheduler sends to the ranks in one step, and the results. Torch-free; arrays are numpy.
+"""The data that the scheduler sends to the ranks in one step. Torch-free; arrays are numpy.
 
-``Step`` is small and equal on every rank; ranks build ``StepInputs`` from it (``core/launches/host_inputs.py``).
+``Step`` is small and equal on every rank; ranks build ``StepInputs`` from it (``core/launches/host_inputs.py``) and
+return a ``StepOutput``.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.core.buckets import Bucket
-from trencadis.core.cross_attention_inputs import NO_CROSS_ATTENTION, CrossAttentionInputs, CrossAttentionSpans
-from trencadis.core.structured_outputs import Rule
+from trencadis.core.cross_attention_inputs import NO_CROSS_ATTENTION, CrossAttentionSpans
+from trencadis.core.output_constraints import Rule
 
 PENDING = -1
 """Stands for a token that has been sampled but not fetched: the device reads it from its sampler slot."""
@@ -307,172 +307,3 @@ class Step:
         """Number of real text tokens computed in this step."""
         count = self.persistent_count
         return count + sum(len(r.tokens) for r in self.rows) if self.rows else count
-
-
-@dataclass(slots=True)
-class StepInputs:
-    """Host arrays of one text launch, unpadded; n tokens, r rows."""
-
-    tokens: Int32  # [n]
-    from_slot: Int32  # [n] 0: the id itself; s: the token last sampled in slot s
-    positions: Int32  # [3, n]
-    image_row: Int32  # [n] 0: the token's own embedding
-    out_row: Int32  # [n] row of the persistent hidden tensor, from 1
-    row_start: Int32  # [r + 1]; fill() repeats the last value for padding
-    context: Int32  # [r]
-    blocks: Int32  # [r, width]
-    slot: Int32  # [r]
-    adapter: Int32  # [r] 0: none
-    table: Int32 | None = None
-    """[more than r, width]: ``blocks``, then ZERO blocks.
-
-    The next Step changes it, so launches that run later must copy it.
-    """
-    last: Int32 | None = None  # [r] block of each row's token, if each row has one token; None: see ``blocks``
-    upto: Int32 | None = None  # [n] ``Attn.upto``; None: each token's own position
-    cross_attention: CrossAttentionInputs | None = None  # None: no token attends to an image
-    states: Int32 | None = None  # [2, r] ``StateSlots`` of each row; None: the rows have no recurrent state
-
-
-@dataclass(slots=True)
-class HeadInputs:
-    """Host arrays of one SAMPLE launch over r rows."""
-
-    hidden_row: Int32  # [r] rows of the persistent hidden tensor
-    slot: Int32  # [r] 0: the sink
-    temperature: Float32  # [r] 0: argmax
-    top_k: Int32  # [r] 0: off
-    top_p: Float32  # [r]
-    min_p: Float32  # [r]
-    presence: Float32  # [r]
-    frequency: Float32  # [r]
-    repetition: Float32  # [r]
-    uniform: Float32  # [r]
-    target: Int32  # [r] below 0: sample (NO_LOGPROB: without log-probabilities); else the id to score
-    mask_row: Int32  # [r] row of ``masks``; 0: everything allowed
-    masks: UInt8  # [m, ceil(vocabulary / 8)] little bit order, row 0 all ones
-    place: Int32 | None = None  # [r] number of drafts before the row; the rows of one sequence follow each other
-    ahead: Int32 | None = None  # [r, k] these drafts, then -1; None, like ``place``: no penalty depends on drafts
-
-
-@dataclass(slots=True)
-class VisionInputs:
-    """Host arrays of one VISION launch: s slots in windows of WINDOW_SLOTS; real patches come first in each window."""
-
-    pixels: UInt8  # [s, values of a slot]
-    position: Int32  # [s, 2] patch row and column inside its image, or other data that the tower defines
-    segment: Int32  # [s / WINDOW_SLOTS] image number of each window, ascending
-    count: Int32  # [s / WINDOW_SLOTS] real patches of each window
-    rows: Int32  # [s / cell] arena row of each cell of slots; padding goes to the sink row
-    position_rows: Int32 | None = None  # [s, near] rows of the position table; None: no interpolation
-    position_weights: Float32 | None = None  # [s, near] weights of these rows; 0 in padding
-    padding_window: Int32 | None = None  # [s / WINDOW_SLOTS] ``Segments.padding_window``
-    adapter: Int32 | None = None  # [s] ``Encode.adapter`` of each slot's image; None: no image has one
-    cell_adapter: Int32 | None = None  # [s / cell] the same for each cell
-
-
-@dataclass(slots=True)
-class ResetInputs:
-    """Host arrays of one RESET launch over r slots."""
-
-    slot: Int32  # [r]
-    counts: Int32  # [r, vocabulary]
-    prompt_mask: UInt8  # [r, ceil(vocabulary / 8)]
-    bias_id: Int32  # [r, MAX_BIAS] 0 where unused
-    bias_value: Float32  # [r, MAX_BIAS] none 0 among those in use, which come first; 0 where unused
-
-
-@dataclass(slots=True)
-class PoolInputs:
-    """Host arrays of one POOL launch over r rows."""
-
-    hidden_row: Int32  # [r] rows of the persistent hidden tensor
-    group: Int32  # [r] from 1: rows of one group are summed; 0: padding
-
-
-@dataclass(slots=True)
-class StepStats:
-    """Statistics of one launch for metrics.
-
-    Args:
-        planned: False if its need exceeded the plan.
-        items: images of a VISION launch; ``needed``: slots that they need.
-        miss: why it had no graph (core/graph_plan_report.py); empty: it had one, or the device captures none.
-    """
-
-    bucket: Bucket
-    real: int
-    padded: int
-    state: str
-    seconds: float
-    planned: bool = True
-    miss: str = ""
-    items: int = 0
-    needed: int = 0
-
-
-@dataclass(slots=True)
-class HeadOutput:
-    """Fetched result of SAMPLE over r rows; the logprob arrays are None in the greedy variant."""
-
-    token: Int32  # [r]
-    logprob: Float32 | None = None  # [r] of the token (or of the target)
-    rank: Int32 | None = None  # [r] 1 is the best
-    top_id: Int32 | None = None  # [r, MAX_LOGPROBS, or the width of the launch]
-    top_logprob: Float32 | None = None  # like ``top_id``
-
-
-@dataclass(slots=True)
-class PoolOutput:
-    """Fetched result of POOL: float32 [groups, width], the sum of each group's rows or a class head's scores of it."""
-
-    values: Float32
-
-
-Pooled = Float64 | Float32
-"""Values [rows, width]: one row in float64 if rows are summed, else a float32 row per token."""
-
-
-def append_pooled(held: Pooled | None, more: Pooled, each: bool) -> Pooled:
-    """Returns ``held`` combined with the rows of later tokens: summed, or appended if ``each`` token has a row."""
-    if held is None:
-        return more
-    return np.concatenate([held, more]) if each else np.asarray(held + more, np.float64)
-
-
-@dataclass(slots=True)
-class TargetScores:
-    """Log-probabilities of prompt tokens; ``positions`` are their indices in the prompt, one per row of ``head``."""
-
-    positions: list[int]
-    head: HeadOutput
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """The results of a Step.
-
-    Args:
-        samples: the row in ``head`` of each sequence that a ``Row`` sampled, by its key; persistent rows come first.
-            Draws from drafts have the rows after it.
-        scored: log-probabilities of the ids in ``Sample.scored``, or of the ``Sample.wide`` top ids.
-        failures: key -> why a choice cannot continue under its rule, in one line; its token is ignored.
-        failed_at: key -> which of its draws failed, from 0; a key that is missing failed at its first.
-        text: (key, draw) of choices that sampled a stop id as text, because their grammar may not end there.
-        forced: key -> the ids after its last token that the masks forced (``Opening.forces``). They count as its next
-            draws in ``text``.
-        plan: version of the plan from which the launches took their shapes.
-    """
-
-    number: int
-    samples: dict[int, int] = field(default_factory=dict)
-    head: HeadOutput | None = None
-    targets: dict[int, TargetScores] = field(default_factory=dict)  # by key of the row
-    scored: dict[int, TargetScores] = field(default_factory=dict)  # by key of the sequence; positions are those of ids
-    pooled: dict[int, Pooled] = field(default_factory=dict)  # by key of the row: [1, width] float64, or of each token
-    stats: list[StepStats] = field(default_factory=list)
-    failures: dict[int, str] = field(default_factory=dict)
-    failed_at: dict[int, int] = field(default_factory=dict)
-    text: set[tuple[int, int]] = field(default_factory=set)
-    forced: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    plan: int = 1

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from trencadis.core.shared_constants import WINDOW_SLOTS
+WINDOW_SLOTS = 64
+"""VISION slots per window, the unit of the tower's masks; real slots come first in it."""
 
 CUT_WIDTHS = 6
 """Widths of the residual stream that are passed at the cuts before the two collectives of a layer."""

@@ -69,6 +69,9 @@ def _inside(path: Path, files: list[Path]) -> list[Path]:
     return files
 
 
+HEAD_STATES = 3
+"""Layers of a model whose hidden states a head of EAGLE-3 reads."""
+
 HEAD_TABLE = "embed_tokens.weight"
 """The embedding that some heads of EAGLE-3 have of their own."""
 

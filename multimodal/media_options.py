@@ -15,6 +15,12 @@ from typing import NamedTuple
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
 
+MAX_CLIP_FRAMES = 768
+"""Default limit of the frames taken from a clip."""
+
+MAX_CLIP_SECONDS = 3600.0
+"""Default limit of a clip's duration in seconds."""
+
 CLIP_TOKENS = 128_000
 """Most tokens of a video clip."""
 

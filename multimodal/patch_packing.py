@@ -11,8 +11,10 @@ from functools import lru_cache
 import numpy as np
 
 from trencadis.core.errors import BadRequest
-from trencadis.core.shared_constants import SINK_ROW, WINDOW_SLOTS
-from trencadis.core.step import Encode, Float32, Int32, VisionInputs
+from trencadis.core.launch_inputs import VisionInputs
+from trencadis.core.media_spans import SINK_ROW
+from trencadis.core.step import Encode, Float32, Int32
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 Grid = tuple[int, int, int]
 """Number of patches (t, h, w)."""

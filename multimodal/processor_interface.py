@@ -184,7 +184,7 @@ class VideoProcessor(Processor, Protocol):
     """A processor whose model takes videos: each pair of frames is an item."""
 
     def frame_limits(self) -> JsonObject:
-        """Returns the fields of ``videos.frame_limits.FrameLimits``."""
+        """Returns the fields of ``videos.frame_sampling.FrameLimits``."""
         ...
 
 

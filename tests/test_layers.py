@@ -101,10 +101,16 @@ BACKENDS = {
 
 TORCH: dict[str, frozenset[str]] = {
     "core/checkpoint": frozenset(
-        {"checkpoint_weight_source", "pytorch_bin", "quant_formats", "weight_file_reader", "weight_source_interface"}
+        {
+            "checkpoint_weight_source",
+            "pytorch_bin",
+            "quantised_tensor_readers",
+            "weight_file_reader",
+            "weight_source_interface",
+        }
     ),
     "core/device": frozenset({"backend", "launch_tensors"}),
-    "core/engine": frozenset({"engine_builder", "graph_startup", "kv_offload_setup"}),
+    "core/engine": frozenset({"device_startup", "engine_builder", "kv_offload_setup"}),
     "core/executor": frozenset({"rendezvous", "multiproc_executor"}),
     "core/graphs": frozenset({"graph_capture", "graph_manager", "graph_reporter", "live_plan_change", "warmup"}),
     "core/lora": frozenset({"adapter_store"}),
@@ -274,7 +280,7 @@ NAMES_DEVICES = {
     "core/devices.py", "core/envs.py", "core/engine_config.py", "server/plan/plan_command.py", "server/cli/main.py",
     "server/cli/collect_env.py",
     "server/config/vllm_engine_flags.py", "server/config/vllm_flag_table.py",
-    "server/config/vllm_env_compatibility.py",
+    "server/config/ignored_and_refused_vllm_env.py",
 }  # fmt: skip
 """The backends' string table, tables of variables, flags and packages, and two usage texts."""
 

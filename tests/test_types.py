@@ -14,7 +14,7 @@ PARTS = ("core", "backends", "multimodal", "server", "trencadis")
 
 MOST_ANY = 794
 """Most uses of ``Any`` in the product. JSON has names in core/json_types.py, values of flags have one in
-core/flag_options.py; for a value that is only passed on or checked, ``object`` says as much and is checked.
+core/flag_declaration.py; for a value that is only passed on or checked, ``object`` says as much and is checked.
 """
 
 WORTH_PARSING = re.compile(r"\bAny\b|->[^:]*\btuple\[[^\]]*,[^\]]*,")

@@ -7,7 +7,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from trencadis.server.cli import list_models  # noqa: E402
-from trencadis.server.config.help_text import make_configuration_page, make_migration_page  # noqa: E402
+from trencadis.server.config.flag_reference_pages import make_configuration_page, make_migration_page  # noqa: E402
 
 if __name__ == "__main__":
     (ROOT / "docs" / "configuration.md").write_text(make_configuration_page())

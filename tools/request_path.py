@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TOPS = ("core", "backends", "multimodal", "server", "trencadis")
 BARS = {"text": 2600, "image": 3900, "stays": 12}
 TIMED = {
-    "server/engine/request_link.py": ("EngineLink.watch", "EngineLink.check_step"),
+    "server/engine/engine_process_link.py": ("EngineLink.watch", "EngineLink.check_step"),
     "core/process/engine_process.py": ("EngineProcess.pong",),
     "core/process/heap_trimmer.py": ("run_trimmer", "run_collector", "HeapTrimmer.collect_and_trim"),
     "server/http/app.py": ("_log_stats",),

@@ -12,22 +12,18 @@ from trencadis.backends.cuda.kernels import (
     activation,
     gather_scatter,
     input_embeddings,
-    layer_norm,
     lora_shrink_expand,
-    pixel_normalisation,
+    norms,
     quantised_linear,
-    reset_sampler_state,
-    rms_norm,
     sample,
-    silu_mul,
     tile_sizes,
 )
 from trencadis.backends.cuda.kernels import fused_moe as expert_products
 from trencadis.backends.cuda.kernels.layers import skinny_gemm, skinny_quantised_gemm
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
 from trencadis.core.device.backend import AdapterWeights, HeadTensors, ResetTensors, SamplerState
+from trencadis.core.quant.quantisation_scheme import Scheme
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.weight_storage_format import Scheme
 from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 
 Case = tuple[str, Callable[[], None]]
@@ -46,10 +42,10 @@ def small(arch: int) -> Iterator[Case]:
         x, gate_up = torch.empty(4, HIDDEN, dtype=dtype), torch.empty(4, 2 * INTERMEDIATE, dtype=dtype)
         pixels, factor = ints(64, FEATURES, dtype=torch.uint8), torch.empty(FEATURES)
         wide, one, many = torch.empty(64, FEATURES, dtype=dtype), ints(4), ints(4, dtype=torch.int64)
-        yield f"{label} norm", lambda x=x: rms_norm.launch(x, None, x[0], 1e-6, x, x)
-        yield f"{label} norm with residual", lambda x=x: rms_norm.launch(x, x, x[0], 1e-6, x, x)
-        yield f"{label} layer norm", lambda x=x: layer_norm.launch(x, None, x[0], x[0], 1e-5, x, x)
-        yield f"{label} layer norm with residual", lambda x=x: layer_norm.launch(x, x, x[0], x[0], 1e-5, x, x)
+        yield f"{label} norm", lambda x=x: norms.rms_norm(x, None, x[0], 1e-6, x, x)
+        yield f"{label} norm with residual", lambda x=x: norms.rms_norm(x, x, x[0], 1e-6, x, x)
+        yield f"{label} layer norm", lambda x=x: norms.layer_norm(x, None, x[0], x[0], 1e-5, x, x)
+        yield f"{label} layer norm with residual", lambda x=x: norms.layer_norm(x, x, x[0], x[0], 1e-5, x, x)
         for kind in activation.KINDS:
             yield f"{label} act {kind}", lambda x=x, kind=kind: activation.launch(x, kind, False, torch.empty_like(x))
             yield (
@@ -57,11 +53,11 @@ def small(arch: int) -> Iterator[Case]:
                 lambda g=gate_up, kind=kind: activation.launch(g, kind, True, g[:, :INTERMEDIATE].contiguous()),
             )
         yield from adapters(dtype)
-        yield f"{label} silu", lambda g=gate_up: silu_mul.launch(g, g[:, :INTERMEDIATE])
-        yield f"{label} embed", lambda x=x, i=one: input_embeddings.launch(i, i, i, i, x, x, x)
+        yield f"{label} silu", lambda g=gate_up: activation.silu_mul(g, g[:, :INTERMEDIATE])
+        yield f"{label} embed", lambda x=x, i=one: input_embeddings.embed_tokens(i, i, i, i, x, x, x)
         yield f"{label} gather", lambda x=x, i=many: gather_scatter.gather(x, i, x)
         yield f"{label} scatter", lambda x=x, i=many: gather_scatter.scatter(x, i, x)
-        yield f"{label} patches", lambda p=pixels, f=factor, w=wide: pixel_normalisation.launch(p, f, f, w)
+        yield f"{label} patches", lambda p=pixels, f=factor, w=wide: input_embeddings.normalise_pixels(p, f, f, w)
 
 
 def adapters(dtype: torch.dtype) -> Iterator[Case]:
@@ -105,7 +101,7 @@ def sampling(arch: int) -> Iterator[Case]:
         yield f"{label} head, {VOCAB} ids", full
         yield f"{label} head that draws, {VOCAB} ids", drawn
         yield f"{label} greedy head, {VOCAB} ids", greedy
-    yield f"reset, {VOCAB} ids", lambda: reset_sampler_state.launch(ResetTensors(many, *state[1:]), state)
+    yield f"reset, {VOCAB} ids", lambda: sample.reset_slots(ResetTensors(many, *state[1:]), state)
 
 
 SCHEMES = {

@@ -76,7 +76,7 @@ _LAZY = {
     "EngineConfig": ("trencadis.core.engine_config", "EngineConfig"),
     "FlatLogprobs": ("trencadis.outputs", "FlatLogprobs"),
     "FlexibleArgumentParser": ("trencadis.engine_args", "FlexibleArgumentParser"),
-    "GuidedDecodingParams": ("trencadis.core.structured_outputs", "GuidedDecodingParams"),
+    "GuidedDecodingParams": ("trencadis.core.output_constraints", "GuidedDecodingParams"),
     "LLMEngine": ("trencadis.llm_engine", "LLMEngine"),
     "LLM": ("trencadis.llm", "LLM"),
     "LoRARequest": ("trencadis.offline_adapters", "LoRARequest"),
@@ -85,14 +85,14 @@ _LAZY = {
     "PoolingParams": ("trencadis.server.protocol.pooling_params", "PoolingParams"),
     "PoolingRequestOutput": ("trencadis.outputs", "PoolingRequestOutput"),
     "PromptType": ("trencadis.prompt_inputs", "PromptType"),
-    "RepetitionDetectionParams": ("trencadis.core.structured_outputs", "RepetitionDetectionParams"),
+    "RepetitionDetectionParams": ("trencadis.core.output_constraints", "RepetitionDetectionParams"),
     "RequestOutput": ("trencadis.outputs", "RequestOutput"),
     "RequestOutputKind": ("trencadis.core.request", "RequestOutputKind"),
     "SamplingParams": ("trencadis.core.request", "SamplingParams"),
     "ScoringOutput": ("trencadis.outputs", "ScoringOutput"),
     "ScoringRequestOutput": ("trencadis.outputs", "ScoringRequestOutput"),
     "StartupError": ("trencadis.core.errors", "StartupError"),
-    "StructuredOutputsParams": ("trencadis.core.structured_outputs", "StructuredOutputsParams"),
+    "StructuredOutputsParams": ("trencadis.core.output_constraints", "StructuredOutputsParams"),
     "TextPrompt": ("trencadis.prompt_inputs", "TextPrompt"),
     "TokensPrompt": ("trencadis.prompt_inputs", "TokensPrompt"),
     "TrencadisError": ("trencadis.core.errors", "TrencadisError"),
@@ -104,12 +104,12 @@ if TYPE_CHECKING:
     from trencadis.async_llm import AsyncLLM as AsyncLLMEngine
     from trencadis.core.engine_config import EngineConfig
     from trencadis.core.errors import StartupError, TrencadisError
-    from trencadis.core.request import RequestOutputKind, SamplingParams
-    from trencadis.core.structured_outputs import (
+    from trencadis.core.output_constraints import (
         GuidedDecodingParams,
         RepetitionDetectionParams,
         StructuredOutputsParams,
     )
+    from trencadis.core.request import RequestOutputKind, SamplingParams
     from trencadis.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser, load_chat_template
     from trencadis.llm import LLM
     from trencadis.llm_engine import LLMEngine

@@ -21,10 +21,11 @@ from trencadis.offline_adapters import LoRARequest, OfflineAdapters
 from trencadis.offline_beam_search import GenerationParams, engine_params
 from trencadis.offline_tokenizer import OfflineTokenizer
 from trencadis.outputs import OutputBuilder, PoolingOutput, PoolingRequestOutput, RequestOutput
-from trencadis.prompt_inputs import PromptType, add_sampling_rule, apply_structured_outputs, check_priority, read_prompt
+from trencadis.prompt_inputs import PromptType, check_priority, read_prompt
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.prompts import media_frontends
+from trencadis.server.prompts.answer_grammar import add_sampling_rule, apply_structured_outputs
 from trencadis.server.prompts.generation_stream import Generation
 from trencadis.server.prompts.pooling_prompts import make_pooling_request, run_pooling
 from trencadis.server.protocol.pooler_output import finish_pooled

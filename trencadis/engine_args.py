@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.core.flag_options import FlagValue
+from trencadis.core.flag_declaration import FlagValue
 from trencadis.server.config import resolve_settings
-from trencadis.server.config.flags import LISTS, Flag, get_flag_table
+from trencadis.server.config.flag_table_and_lookup import LISTS, Flag, get_flag_table
 from trencadis.server.config.vllm_flag_row import convert_flags
 from trencadis.server.config.vllm_flag_table import ROWS
-from trencadis.server.prompts.media_frontends import MediaRules
+from trencadis.server.prompts.media_frontends import MediaRules, make_text_service
 from trencadis.server.prompts.text_service import TextService
-from trencadis.server.prompts.text_service_builder import make_text_service
 from trencadis.server.text.chat_template import read_override
 
 log = logging.getLogger("trencadis.llm")

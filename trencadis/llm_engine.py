@@ -1,4 +1,4 @@
-"""``LLMEngine``: the engine in this process, stepped by its caller; ``LLM`` is built on it."""
+"""``LLMEngine``: the engine in this process, stepped by its caller, and a progress bar; ``LLM`` is built on both."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -27,10 +27,11 @@ from trencadis.offline_adapters import LoRARequest, OfflineAdapters
 from trencadis.offline_beam_search import EngineParams, GenerationParams, engine_params
 from trencadis.offline_tokenizer import OfflineTokenizer
 from trencadis.outputs import OutputBuilder, RequestOutput
-from trencadis.prompt_inputs import PromptType, add_sampling_rule, apply_structured_outputs, check_priority, read_prompt
+from trencadis.prompt_inputs import PromptType, check_priority, read_prompt
 from trencadis.server.engine.engine_client import RequestTiming
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.prompts import media_frontends
+from trencadis.server.prompts.answer_grammar import add_sampling_rule, apply_structured_outputs
 from trencadis.server.prompts.generation_stream import start_timing
 from trencadis.server.prompts.output_processor import ChoiceStream
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
@@ -57,7 +58,7 @@ def _start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
         log.warning("%s", line)
     rank_topology = topology(config, os.environ)
     if not rank_topology.leads:
-        from trencadis.core.executor.engine_connection import run_headless
+        from trencadis.core.executor.headless_ranks import run_headless
 
         raise SystemExit(run_headless(config, rank_topology, os.environ, again=False))
     for line in torch_detection.prepare_device_env(config.device, world=rank_topology.here).lines:
@@ -345,3 +346,40 @@ class LLMEngine(UnsupportedMethods):
 
     def __exit__(self, *why: object) -> None:
         self.close()
+
+
+UseTqdm = bool | Callable[..., Any]
+"""True to show a bar, or a callable that creates one instead of tqdm."""
+
+
+class PromptProgressBar:
+    """Shows the number of finished prompts and tokens per second.
+
+    Args:
+        use: True shows a bar for more than one prompt, a callable that creates a bar always shows one.
+    """
+
+    def __init__(self, total: int, use: UseTqdm) -> None:
+        self._bar: Any = None
+        if callable(use) or (use and total > 1):
+            from tqdm.auto import tqdm
+
+            make = use if callable(use) else tqdm
+            self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True)
+        self._start = time.perf_counter()
+        self._in = self._out = 0
+
+    def step(self, output: RequestOutput) -> None:
+        """Counts one more finished prompt."""
+        if self._bar is None:
+            return
+        self._in += len(output.prompt_token_ids)
+        self._out += sum(len(o.token_ids) for o in output.outputs)
+        seconds = max(time.perf_counter() - self._start, 1e-9)
+        self._bar.set_postfix_str(f"in {self._in / seconds:.1f}, out {self._out / seconds:.1f} tokens/s", refresh=False)
+        self._bar.update(1)
+
+    def close(self) -> None:
+        """Closes the bar."""
+        if self._bar is not None:
+            self._bar.close()

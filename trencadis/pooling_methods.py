@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from trencadis.core.checkpoint.pooling_config import CLASSIFY, EMBED, TOKEN_TASKS, Pooling
+from trencadis.core.checkpoint.pooling_description import CLASSIFY, EMBED, TOKEN_TASKS, Pooling
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.request import AdapterRef
 from trencadis.engine_args import read_template
-from trencadis.llm_engine import LLMEngine
-from trencadis.multimodal.async_gather import gather_or_cancel
+from trencadis.llm_engine import LLMEngine, PromptProgressBar, UseTqdm
+from trencadis.multimodal.media_timing_and_concurrency import gather_or_cancel
 from trencadis.offline_adapters import LoRARequests
 from trencadis.outputs import (
     ClassificationOutput,
@@ -27,7 +27,6 @@ from trencadis.outputs import (
     ScoringRequestOutput,
 )
 from trencadis.prompt_inputs import PromptType, as_list, read_prompt
-from trencadis.prompt_progress_bar import PromptProgressBar, UseTqdm
 from trencadis.server.prompts.pooling_prompts import (
     Pair,
     check_scores,

@@ -1,25 +1,17 @@
-"""Prompts in the forms that offline callers pass, text, ids, or an object with media, and the rules that their
-parameters attach to them.
-"""
+"""Prompts in the forms that offline callers pass: text, ids, or an object with media."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NotRequired, TypedDict
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.request import SamplingParams
 from trencadis.multimodal.media_options import MediaPart, media_scope, part_uuid
-from trencadis.server.grammars.grammar_cache import GrammarCache
-from trencadis.server.grammars.response_format import find_requested_format
-from trencadis.server.prompts.answer_grammar import add_answer_grammar, add_rule
-from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.prompts.text_service import TextService
 from trencadis.server.protocol.pooling_params import PoolingParams
-from trencadis.server.tools.reasoning_format_registry import find_reasoning_format
 
 
 class _MediaFields(TypedDict):
@@ -69,39 +61,6 @@ async def read_prompt(service: TextService, prompt: PromptType, params: Sampling
         made = await service.make_media_prompt(text, parts, scope)
     made.text = made.text if made.text is not None else prompt.get("prompt")
     return made
-
-
-def add_sampling_rule(service: TextService, prompt: Prompt, params: SamplingParams) -> None:
-    """Attaches the token rule that ``params`` require to a prompt; the reasoning format is read from the chat template.
-
-    Raises:
-        BadRequest: an id is outside of the vocabulary, there are too many bad words, or there is a thinking budget for
-            a model without reasoning marks.
-    """
-    form = find_reasoning_format("auto", service.template.source if service.template is not None else None)
-    add_rule(prompt, params, service.tokenizer, service.limits.vocab, form)
-
-
-async def apply_structured_outputs(
-    grammars: GrammarCache, service: TextService, prompt: Prompt, params: SamplingParams
-) -> SamplingParams:
-    """Attaches the grammar that ``params`` require to a prompt; returns the parameters without it, as the engine
-    accepts them.
-
-    Raises:
-        BadRequest: no grammar can be built for the format, or both fields are set.
-    """
-    given, guided = params.structured_outputs, params.guided_decoding
-    if given is None and guided is None:
-        return params
-    if given is not None and guided is not None:
-        raise BadRequest("structured_outputs and guided_decoding are the same; give one.", param="guided_decoding")
-    one = given or guided
-    held = one if isinstance(one, Mapping) else one.as_fields() if one is not None else {}
-    await add_answer_grammar(
-        grammars, AnswerParsers(), service.tokenizer, prompt, find_requested_format(None, held, {})
-    )
-    return replace(params, structured_outputs=None, guided_decoding=None)
 
 
 def check_priority(priority: int, policy: str) -> None:

@@ -34,32 +34,20 @@ from trencadis.core.device.backend import (
     VisionTensors,
 )
 from trencadis.core.graphs.graph_manager import body_of
+from trencadis.core.kv_cache_format import SINK_BLOCK
+from trencadis.core.launch_inputs import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.persistent_tensors import allocate_persistent, by_block
+from trencadis.core.media_spans import SINK_ROW
 from trencadis.core.models import model_loader
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.core.shared_constants import SINK_BLOCK, SINK_ROW, WINDOW_SLOTS
-from trencadis.core.step import (
-    PENDING,
-    Bias,
-    Encode,
-    HeadInputs,
-    HeadOutput,
-    ImageRows,
-    PoolInputs,
-    PoolOutput,
-    Reset,
-    ResetInputs,
-    Row,
-    Sample,
-    StepInputs,
-    VisionInputs,
-)
-from trencadis.core.vision_config import NO_SLOT, SlotForm
+from trencadis.core.step import PENDING, Bias, Encode, ImageRows, Reset, Row, Sample
+from trencadis.core.step_output import HeadOutput, PoolOutput
+from trencadis.core.vision_config import NO_SLOT, WINDOW_SLOTS, SlotForm
 
 IMAGE_SLOTS = 1024
 """Slots of the largest launch, unless three tiles need more."""

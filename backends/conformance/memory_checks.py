@@ -23,7 +23,7 @@ from trencadis.core.errors import format_error, is_out_of_memory
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.memory.graph_selection import GraphPrice
-from trencadis.core.memory.ledger import GraphSettings, MemoryInUse, MemorySplit
+from trencadis.core.memory.memory_division import GraphSettings, MemoryInUse, MemorySplit
 
 MIB = 1 << 20
 SLACK = 2 * MIB

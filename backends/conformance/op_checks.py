@@ -19,9 +19,10 @@ from trencadis.backends.conformance.program_checks import make_harness
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import Backend, LayerKV, Ops, SinksArgument, TextTensors
+from trencadis.core.launch_inputs import StepInputs
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.persistent_tensors import by_block
-from trencadis.core.step import Int32, Reset, StepInputs
+from trencadis.core.step import Int32, Reset
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest allowed error per dtype, as a share of the result's largest magnitude."""

@@ -35,14 +35,14 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.cross_attention_inputs import VARIANT, CrossAttentionInputs
 from trencadis.core.device.backend import Backend, ExpertBiases, LayerKV, Ops, TextTensors
-from trencadis.core.models.cross_attention_decoder import arena_row_numbers
+from trencadis.core.media_spans import RESERVED_ROWS
 from trencadis.core.models.decoder import DecoderLayer
+from trencadis.core.models.image_cross_attention import arena_row_numbers
 from trencadis.core.models.interface import CrossAttentionOps
 from trencadis.core.models.mlp_and_norms import GatedMLP, RMSNorm
 from trencadis.core.quant import online_quant
+from trencadis.core.quant.quantisation_scheme import FLOATS8, Scheme
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.weight_storage_format import FLOATS8, Scheme
-from trencadis.core.shared_constants import RESERVED_ROWS
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2")
 

@@ -18,8 +18,8 @@ from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import Attn, Backend, TextTensors
 from trencadis.core.device.launch_tensors import RecurrentRows
+from trencadis.core.launch_inputs import StepInputs
 from trencadis.core.models.interface import RecurrentOps
-from trencadis.core.step import StepInputs
 
 NAN = float("nan")
 

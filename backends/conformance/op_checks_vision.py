@@ -15,7 +15,7 @@ from trencadis.backends.conformance.op_checks import Put, Work, check_close, err
 from trencadis.backends.conformance.program_checks import make_harness
 from trencadis.core.buckets import Stage
 from trencadis.core.device.backend import Backend, Ops, VisionTensors
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 VALUES = 768
 """Values of a slot if the model has no vision tower."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from trencadis.backends.cpu.native import attention_and_row_kernels
 from trencadis.backends.cpu.native.attention_and_row_kernels import SingleTokenRows
 from trencadis.core.device.backend import Attn, Segments
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 GROUP_SLACK, GROUP_RATIO = 32, 1.25
 """A decode group ends before a row longer than ratio x shortest + slack, so that a long row does not pad the others."""

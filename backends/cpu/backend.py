@@ -36,8 +36,9 @@ from trencadis.backends.cpu.host_padding import (
 )
 from trencadis.backends.cpu.measured_kernel_choice import UNCHANGED, choice_of, choose_table
 from trencadis.backends.cpu.native import dense_linear, kernel_threads
+from trencadis.backends.cpu.native.kernel_library import load_library
 from trencadis.backends.cpu.native.kernel_table import KernelTable, with_choice
-from trencadis.backends.cpu.native.thread_count_control import ThreadUse, thread_use
+from trencadis.backends.cpu.native.threads_on_busy_cpus import ThreadUse, thread_use
 from trencadis.backends.cpu.native.weight_packing import CachedPages
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
@@ -67,10 +68,11 @@ from trencadis.core.device.backend import (
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows
 from trencadis.core.graphs.graph_manager import WallStopwatch
 from trencadis.core.host_memory import free_host, total_host
+from trencadis.core.kv_cache_format import ZERO_BLOCK
+from trencadis.core.launch_inputs import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 from trencadis.core.launches.host_inputs import token_adapters
 from trencadis.core.launches.rank_input_batch import PersistentHeadInputs, PersistentTextInputs
-from trencadis.core.shared_constants import SINK_ROW, ZERO_BLOCK
-from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
+from trencadis.core.media_spans import SINK_ROW
 from trencadis.core.vision_config import NO_SLOT, SlotForm
 
 Array = NDArray[Any]
@@ -330,7 +332,7 @@ def warn_of_threads(count: int, cfg: BackendConfig) -> None:
 
 
 class CpuBackend:
-    """``core.device.backend.Backend``. Options: policy (serving, padded), ops (fast, reference), threads."""
+    """``core.device.backend.Backend``. Options: policy (serving, padded), ops (fast, reference), threads, eager (1)."""
 
     name = "cpu"
     values = True
@@ -359,6 +361,7 @@ class CpuBackend:
         self.start_stopwatch = WallStopwatch
         if isinstance(self.ops, CpuOps):
             self.ops.table = self._choose_table(self.ops.table)
+            self.ops.records = cfg.ranks == 1 and load_library().library is not None and options.get("eager") != "1"
             if cfg.rank == 0:
                 log.info("cpu: %s", self.ops.table.line())
         own_rows = dense_linear.launch_rows(self.ops.table, cfg.dtype) if isinstance(self.ops, CpuOps) else 0

@@ -22,7 +22,7 @@ from trencadis.backends.cpu.shape_policy import INVARIANT_ROWS as ROWS
 from trencadis.core.device.backend import Attn, LayerKV, Rotary, RotatedHeads, Weight
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 TILE = 16
 """Queries of one attention tile: positions 16 i to 16 i + 15 of a row, present or not."""

@@ -15,11 +15,11 @@ from trencadis.core.buckets import Stage
 from trencadis.core.cross_attention_inputs import padding_inputs
 from trencadis.core.device.backend import HeadTensors, Inputs, PoolTensors, ResetTensors
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows
+from trencadis.core.kv_cache_format import SINK_BLOCK
+from trencadis.core.launch_inputs import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 from trencadis.core.launches.host_inputs import own_positions, padding_vision_inputs
 from trencadis.core.request import MAX_BIAS
-from trencadis.core.shared_constants import SINK_BLOCK, WINDOW_SLOTS
-from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
-from trencadis.core.vision_config import NO_SLOT, SlotForm
+from trencadis.core.vision_config import NO_SLOT, WINDOW_SLOTS, SlotForm
 
 Array = NDArray[Any]
 HEAD: dict[str, tuple[type, float]] = {

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.native import kernel_library, kernel_table
+from trencadis.core.quant.quantisation_scheme import ROW_BYTES
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.weight_storage_format import ROW_BYTES
 
 log = logging.getLogger("trencadis.engine")
 

@@ -36,7 +36,7 @@ from trencadis.backends.cpu.native.quantised_weight_panels import DTYPE_NAMES
 from trencadis.backends.cpu.ops import CpuOps, is_packable
 from trencadis.core import envs
 from trencadis.core.device.backend import Segments
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 log = logging.getLogger("trencadis.engine")
 

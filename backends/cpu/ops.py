@@ -40,6 +40,7 @@ from trencadis.backends.cpu.native.dense_linear import PackedWeight as PackedWei
 from trencadis.backends.cpu.native.dense_linear import by_sizes, pieces
 from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, Op, chosen_table
 from trencadis.backends.cpu.native.quantised_weight_panels import DTYPE_NAMES, PanelWeight, panel_weight
+from trencadis.backends.cpu.recorded_layers import ReplayOps
 from trencadis.backends.cpu.recurrent_ops import RecurrentKernelOps
 from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU, ReferenceOps, apply_activation, clamped_swiglu
 from trencadis.backends.cpu.sampler import cut_ordered, sample_in_parts
@@ -58,9 +59,9 @@ from trencadis.core.device.backend import (
     Weight,
     slots_at,
 )
-from trencadis.core.models import kv_cache_codes
+from trencadis.core.models import kv_cache_quantisation
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 QUERY_TILE = 512
 """Number of queries of a chunk that share one mask, if there are stored tokens before the chunk."""
@@ -69,7 +70,7 @@ TOGETHER = 1 << 17
 """Minimum number of logits that are sampled together: few enough to stay in a core's cache, and worth the calls."""
 
 
-class CpuOps(RecurrentKernelOps, AdapterOps, ReferenceOps):
+class CpuOps(ReplayOps, RecurrentKernelOps, AdapterOps, ReferenceOps):
     """Implements ``core.device.backend.Ops`` for CPU tensors."""
 
     copies = True
@@ -495,5 +496,5 @@ def _group(q: Tensor, kv: LayerKV, group: Group, scale: float) -> Tensor:
 def stored_at(kv: LayerKV, where: Where, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns keys and values [L, g, d] of these slots, in ``dtype``; views of the cache if possible."""
     if kv.k_scale is not None:
-        return kv_cache_codes.read_slots(kv, where, dtype)
+        return kv_cache_quantisation.read_slots(kv, where, dtype)
     return slots_at(kv.k, where), slots_at(kv.v, where)

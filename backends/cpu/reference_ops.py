@@ -35,9 +35,9 @@ from trencadis.core.device.backend import (
     Weight,
 )
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, put_slots
-from trencadis.core.models import kv_cache_codes
+from trencadis.core.models import kv_cache_quantisation
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 T = TypeVar("T")
 
@@ -148,7 +148,7 @@ class ReferenceOps(RecurrentReference):
 
     def _store(self, kv: LayerKV, k: Tensor, v: Tensor, slot_map: Tensor) -> None:
         if kv.k_scale is not None:
-            kv_cache_codes.store(k, v, kv, slot_map)
+            kv_cache_quantisation.store(k, v, kv, slot_map)
             return
         put_slots(kv.k, k, slot_map)
         put_slots(kv.v, v, slot_map)
@@ -382,7 +382,7 @@ def _gather_stored(kv: LayerKV, blocks: Tensor) -> tuple[Tensor, Tensor]:
         return kv.k[blocks].flatten(1, 2).float(), kv.v[blocks].flatten(1, 2).float()
     offsets = torch.arange(kv.k.shape[1], device=blocks.device)
     slots = (blocks[..., None] * kv.k.shape[1] + offsets).flatten()
-    found = (t.view(len(blocks), -1, *t.shape[1:]) for t in kv_cache_codes.read_slots(kv, slots, torch.float32))
+    found = (t.view(len(blocks), -1, *t.shape[1:]) for t in kv_cache_quantisation.read_slots(kv, slots, torch.float32))
     keys, values = found
     return keys, values
 

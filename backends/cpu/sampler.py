@@ -209,7 +209,8 @@ def accepted_slots(token: Tensor, head: HeadTensors) -> tuple[Tensor, Tensor]:
     at = (first[:, None] + torch.arange(width, device=token.device)).clamp_max(count - 1)
     drawn = token.index_select(0, at.flatten()).view(count, width)
     accepted = ((drawn == head.ahead) | (head.ahead < 0)).all(1)
-    goes_on = torch.cat([accepted[1:] & (head.place[1:] > 0), accepted.new_zeros(1)])
+    # No constant of type bool: a Gaudi's compiler leaves those out of its graphs.
+    goes_on = torch.cat([accepted[1:] & (head.place[1:] > 0), rows[:1] < 0])
     slot = torch.where(accepted, head.slot, 0)
     return slot, torch.where(goes_on, 0, slot)
 

@@ -10,8 +10,8 @@ from trencadis.core.buckets import DEFAULT_VISION_SLOTS, MIXED_AXES, Stage
 from trencadis.core.device_shape_policy import Policy
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import FP8, INT8
-from trencadis.core.quant.weight_storage_format import PANELS, ROWS8
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.quant.quantisation_scheme import PANELS, ROWS8
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 INVARIANT_ROWS = 4
 """Products of row counts that are multiples of this give a row the same bits: MKL's kernels take 4 rows at a time."""

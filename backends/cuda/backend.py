@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from trencadis.backends.cpu.gloo_comm import SingleRank
 from trencadis.backends.cuda.cpu_offloaded_layers import HostLayerOps, HostLayers
 from trencadis.backends.cuda.kernels.torch_device_module import in_use
-from trencadis.backends.cuda.launches.cuda_inputs import Sizes
-from trencadis.backends.cuda.launches.input_buffer_bytes import cross_attention_bytes, input_bytes
+from trencadis.backends.cuda.launches.bucket_capacity import cross_attention_bytes, input_bytes
+from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffers, buffer_bytes
 from trencadis.backends.cuda.runtime_protocol import CudaEvent, Graph, Runtime, Stream
 from trencadis.backends.cuda.shape_policy import policy

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from trencadis.backends.cuda.kernels.torch_device_module import Accelerator, TorchGraph
-from trencadis.core.executor.serial_thread import SerialThread
+from trencadis.core.executor.executor_interface import SerialThread
 
 T = TypeVar("T")
 

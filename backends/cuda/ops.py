@@ -31,30 +31,26 @@ from trencadis.backends.cuda.kernels import (
     fused_moe,
     gather_scatter,
     input_embeddings,
-    layer_norm,
+    kernel_launch_tensors,
     lora_shrink_expand,
+    norms,
     paged_attention,
-    pixel_normalisation,
     quantised_kv_attention,
     quantised_linear,
-    recurrent_launch_rows,
-    reset_sampler_state,
-    rms_norm,
     rotary_kernels,
     sample,
-    silu_mul,
     tile_sizes,
     vision_attention,
 )
-from trencadis.backends.cuda.kernels.attention_tensors import (
+from trencadis.backends.cuda.kernels.fused_moe import StackedExperts
+from trencadis.backends.cuda.kernels.kernel_launch_tensors import (
     CrossAttentionItems,
     CudaSegments,
     ItemAttn,
+    ItemRows,
     SingleAttn,
 )
-from trencadis.backends.cuda.kernels.fused_moe import StackedExperts
 from trencadis.backends.cuda.kernels.layers import fused_layer, skinny_gemm
-from trencadis.backends.cuda.kernels.recurrent_launch_rows import ItemRows
 from trencadis.backends.cuda.shape_policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
 from trencadis.core import envs
@@ -78,7 +74,7 @@ from trencadis.core.device.backend import (
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows
 from trencadis.core.models.decoder_layer import DecoderLayer
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 T = TypeVar("T")
 DECODER_ARGS = 4
@@ -178,7 +174,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
-        rms_norm.launch(x, residual, weight, eps, total, out)
+        norms.rms_norm(x, residual, weight, eps, total, out)
         return out, total
 
     def layer_norm(
@@ -186,12 +182,12 @@ class CudaOps(HostLayerOps, ReferenceOps):
     ) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
-        layer_norm.launch(x, residual, weight, bias, eps, total, out)
+        norms.layer_norm(x, residual, weight, bias, eps, total, out)
         return out, total
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        silu_mul.launch(gate_up, out)
+        activation.silu_mul(gate_up, out)
         return out
 
     def act(self, x: Tensor, kind: str) -> Tensor:
@@ -258,7 +254,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
     def prepare_recurrent(self, rows: RecurrentRows, attn: Attn) -> RecurrentRows:
         """Lists the chunks of a launch once for all layers; a launch with one token per row has none."""
         single = isinstance(attn, SingleAttn)
-        found = rows if single else recurrent_launch_rows.item_rows(rows, attn.row_start, len(attn.slot_map))
+        found = rows if single else kernel_launch_tensors.item_rows(rows, attn.row_start, len(attn.slot_map))
         return cast(RecurrentRows, found)
 
     def causal_conv(
@@ -291,7 +287,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty(pixels.shape[0], scale.numel(), dtype=dtype, device=pixels.device)
-        pixel_normalisation.launch(pixels, scale, shift, out)
+        input_embeddings.normalise_pixels(pixels, scale, shift, out)
         return out
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -331,7 +327,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
         self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor
     ) -> Tensor:
         out = table.new_empty(tokens.shape[0], table.shape[1])
-        input_embeddings.launch(tokens, from_slot, last, image_row, arena, table, out)
+        input_embeddings.embed_tokens(tokens, from_slot, last, image_row, arena, table, out)
         return out
 
     def gather_rows(self, source: Tensor, index: Tensor) -> Tensor:
@@ -365,7 +361,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
         return out
 
     def reset(self, inputs: ResetTensors, state: SamplerState) -> None:
-        reset_sampler_state.launch(inputs, state)
+        sample.reset_slots(inputs, state)
 
 
 class InvariantCudaOps(ProbedOps, CudaOps):

@@ -6,13 +6,13 @@ bytes: one workspace per stage.
 
 from __future__ import annotations
 
-from trencadis.backends.cuda.launches.input_buffer_bytes import cross_attention_bytes, input_bytes
+from trencadis.backends.cuda.launches.bucket_capacity import cross_attention_bytes, input_bytes
 from trencadis.core.buckets import MIXED_AXES, Bucket, Stage, padded_tokens
 from trencadis.core.device_shape_policy import AxisRule, DecodedPieces, Density, GraphMemory, InputSizes, Policy
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import FP8, INT8
-from trencadis.core.quant.weight_storage_format import CODES, DECODED_BYTES, DECODED_ROWS
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.quant.quantisation_scheme import CODES, DECODED_BYTES, DECODED_ROWS
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 FLASH_ATTN, FLASHINFER = "FLASH_ATTN", "FLASHINFER"
 

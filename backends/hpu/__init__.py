@@ -74,7 +74,7 @@ def probes(index: int = 0) -> Iterator[tuple[str, Callable[[], str]]]:
         StartupError: the card cannot be opened.
     """
     from trencadis.backends.hpu.start import bridge_loader
-    from trencadis.backends.hpu.start import card_probes as module
+    from trencadis.backends.hpu.start import check_hpu_card as module
 
     bridge = bridge_loader.open_bridge(index, hccl=True)
     free, total = bridge.mem_get_info()

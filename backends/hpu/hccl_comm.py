@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trencadis.backends.hpu.collectives import use_group
 from trencadis.backends.hpu.habana_bridge import Bridge, join_lines
-from trencadis.backends.hpu.launches.host_copies import Staging
+from trencadis.backends.hpu.launches.static_tensor_copies import Staging
 from trencadis.backends.hpu.shape_policy import pieces
 from trencadis.core.device.backend import BackendConfig
 
@@ -119,6 +119,11 @@ class HpuComm:
         log.warning("hpu: collectives inside of compiled graphs cannot be used (%s): they run between graphs, as with "
                     "TRENCADIS_HPU_COLLECTIVES=eager", why or "on another rank")  # fmt: skip
         self._opaque = self._bridge.opaque_collectives()
+
+    @property
+    def form(self) -> str:
+        """``functional`` or ``eager`` (``hpu_settings.COLLECTIVES``): how sums run; "" in lazy mode, which has one."""
+        return "" if self._bridge.is_lazy() else "functional" if self._opaque is None else "eager"
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.world == 1:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trencadis.core.quant.quantisation_scheme import FACTOR, WORD, packs4
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.weight_storage_format import FACTOR, WORD, packs4
 
 log = logging.getLogger("trencadis.engine")
 

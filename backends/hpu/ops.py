@@ -19,9 +19,15 @@ from trencadis.backends.hpu.attention import (
     vision_tower_attention,
     window_attention,
 )
-from trencadis.backends.hpu.attention.attention_input_types import FreshAttn, JoinedContext, SharedDecode, SlicedContext
-from trencadis.backends.hpu.attention.attention_softmax import AttentionKernels, lowest
-from trencadis.backends.hpu.attention.per_launch_inputs import AttnPreparation, DecodeForm, SegmentPreparation
+from trencadis.backends.hpu.attention.attention_input_types import (
+    AttentionKernels,
+    FreshAttn,
+    JoinedContext,
+    SharedDecode,
+    SlicedContext,
+)
+from trencadis.backends.hpu.attention.per_launch_attention_inputs import AttnPreparation, DecodeForm, SegmentPreparation
+from trencadis.backends.hpu.attention.plain_attention import lowest
 from trencadis.backends.hpu.fused_experts import (
     ListedExperts,
     ListedFp8Experts,
@@ -50,8 +56,8 @@ from trencadis.backends.hpu.hpu_recurrent_ops import (
     store_states,
 )
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.joined_adapters import JoinedAdapterOps, JoinedSlots
-from trencadis.backends.hpu.launches.hpu_inputs import HEAD_TYPES, RESET_TYPES, convert_fields, leaves, rebuild
+from trencadis.backends.hpu.joined_lora_adapters import JoinedAdapterOps, JoinedSlots
+from trencadis.backends.hpu.launches.hpu_host_arrays import HEAD_TYPES, RESET_TYPES, convert_fields, leaves, rebuild
 from trencadis.backends.hpu.launches.region_compiler import RegionCompiler, Regions, group_layers
 from trencadis.backends.hpu.sampling_thresholds import find_thresholds
 from trencadis.backends.hpu.shape_policy import pieces
@@ -345,7 +351,8 @@ class HpuOps(JoinedAdapterOps, StaticRecurrentOps, ReferenceOps):
             run: calls the function that it gets with the drawn ids.
         """
         if not self._inside:
-            return run(self.update)
+            drawn = run(self.update)
+            return drawn if self.lazy else _without_views(drawn)
         kept: list[Tensor] = []
 
         def note(token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
@@ -353,10 +360,7 @@ class HpuOps(JoinedAdapterOps, StaticRecurrentOps, ReferenceOps):
             kept.append(count_tokens(token, head, state))
             kept.append(head.slot if head.ahead is None else accepted_slots(token, head)[1])
 
-        drawn = run(note)
-        if drawn.logprob is not None:  # a view that leaves a region would be taken eagerly
-            drawn = drawn._replace(logprob=drawn.logprob.clone())
-        out: Any = DrawnCounts(drawn, kept[0], kept[1], state.counts)
+        out: Any = DrawnCounts(_without_views(run(note)), kept[0], kept[1], state.counts)
         found: HeadTensorsOut = out
         return found
 
@@ -472,6 +476,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies rotary embedding without the plug-in's kernel: the first half of the head against the second."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def _without_views(drawn: HeadTensorsOut) -> HeadTensorsOut:
+    """Returns results with memory of their own: a view that leaves a compiled function would be taken eagerly."""
+    return drawn if drawn.logprob is None else drawn._replace(logprob=drawn.logprob.clone())
 
 
 def count_tokens(token: Tensor, head: HeadTensors, state: SamplerState) -> Tensor:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from trencadis.backends.hpu.hpu_settings import settings
+from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
 from trencadis.backends.hpu.start.gaudi_mode_and_env import will_be_lazy
 from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, target_bucket, verified_width
 from trencadis.core.cross_attention_inputs import planned_units
@@ -27,10 +28,10 @@ from trencadis.core.device_shape_policy import (
 )
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import FP8, INT8
-from trencadis.core.quant.weight_storage_format import FLOATS8
+from trencadis.core.quant.quantisation_scheme import FLOATS8
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.shapes.launch_costs import Costs
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 PIECES = (1, 4, 16, 64, 512, 4096)
 """Numbers of rows of a piece. A launch of up to 256 rows has at most four pieces, one of up to 32,768 at most eight."""
@@ -153,8 +154,8 @@ def graph_input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
 
 
 def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
-    """Returns the exact bytes of a bucket's input tensors: 32-bit words and bytes, as ``launches/host_copies.py``
-    packs them.
+    """Returns the exact bytes of a bucket's input tensors: 32-bit words and bytes, as packed by
+    ``launches/static_tensor_copies.py``.
     """
     dims, vocab = bucket.dims, sizes.vocab
     bits, upto, units = -(-vocab // 8), 4 if sizes.upto else 0, planned_units(bucket.variant)
@@ -259,56 +260,112 @@ class CompiledParts(NamedTuple):
     executables: int
 
 
-GROUP = 4
-"""Layers of a DECODE or VERIFY launch in one function, by default (``hpu_settings.DECODE_LAYERS``)."""
+def split_neighbours(inputs: Sequence[Hashable], size: int) -> Iterator[range]:
+    """Yields neighbouring layers that run as one: ``size`` layers with equal ``inputs``, or one that is left over."""
+    start = 0
+    while start < len(inputs):
+        alike = len(inputs) - start >= size and len(set(inputs[start : start + size])) == 1
+        yield range(start, start + (size if alike else 1))
+        start += size if alike else 1
 
 
-def count_compiled(model: PlannedModel) -> CompiledParts:
-    """Counts what the launches of a model compile, for a tower with layers of two kinds."""
-    buckets, cell, layers, kinds, taps = model
-    starts = sorted({0, *taps})
-    spans = [stop - start for start, stop in zip(starts, [*starts[1:], layers], strict=True)]
-    found: set[tuple[object, ...]] = set()
+class CompiledCounter:
+    """Counts the compiled functions of one model, and the places in memory of their inputs.
 
-    def store(name: str, rows: int, *place: int) -> None:
-        found.update((name, piece.stop - piece.start, piece.start, *place) for piece in pieces(rows))
+    Args:
+        group: layers of a DECODE or VERIFY launch in one function.
+    """
 
-    for bucket in buckets:
-        stage, rows = bucket.stage, bucket.dims[0]
-        if stage in (Stage.FRESH, Stage.CONTEXT, Stage.DECODE, Stage.VERIFY):
-            tokens = padded_tokens(bucket)
-            grouped = stage in (Stage.DECODE, Stage.VERIFY) and bucket.variant != LORA
-            forms = (any(n // GROUP for n in spans) + any(n % GROUP for n in spans)) if grouped else 1
-            found.update(("layer", str(bucket), form) for form in range(forms * kinds))
-            found.add(("start", padded_start(tokens)))
-            if stage is not Stage.FRESH or kinds > 1:
-                found.add(("masks", str(bucket)))
-            store("end", tokens, padded_start(tokens))
-            if taps:
-                found.add(("stream", tokens))
-                store("states", tokens, padded_start(tokens))
-        elif stage is Stage.VISION:
-            found.update((part, rows) for part in ("patches", "masks of images"))
-            found.update((part, rows, bucket.variant) for part in ("windows", "images"))
-            store(f"merger {bucket.variant}", rows // cell, rows)
-        elif stage is Stage.RESET:
-            store("reset", rows, rows)
-        else:
-            found.add(("head", str(bucket)))
-            if bucket.variant in ("full", "draw", "penalised"):
-                store("counts", rows)
-        if bucket.variant == LORA:  # the masks of slots
-            found.update(
-                ("slots", n) for n in ((rows, rows // cell) if stage is Stage.VISION else (padded_tokens(bucket),))
+    def __init__(self, model: PlannedModel, group: int) -> None:
+        self.model = model
+        self.found: set[tuple[Hashable, Hashable]] = set()
+        self.alone = list(dict.fromkeys(layer.kind for layer in model.layers))
+        self.recurrent = any(layer.recurrent for layer in model.layers)
+        self.joined: list[Hashable] = list(self.alone)
+        if model.joins and not self.recurrent:
+            starts = sorted({0, *model.taps})
+            spans = [model.layers[a:b] for a, b in zip(starts, [*starts[1:], len(model.layers)], strict=True)]
+            self.joined = list(
+                {
+                    tuple(span[i].kind for i in some)
+                    for span in spans
+                    for some in split_neighbours([layer.inputs for layer in span], group)
+                }
             )
-    stored = ("end", "states", "merger ", f"merger {LORA}", "reset", "counts")
-    functions = {one[:2] if one[0] in stored else one for one in found}
-    return CompiledParts(len(functions), len(found))
+
+    def add(self, *function: Hashable, place: Hashable = None) -> None:
+        """Adds a function that is called with inputs at ``place``."""
+        self.found.add((function, place))
+
+    def add_stored(self, name: str, rows: int, place: int = 0) -> None:
+        """Adds a function that runs over pieces of ``rows`` rows."""
+        for piece in pieces(rows):
+            self.add(name, piece.stop - piece.start, place=(piece.start, place))
+
+    def count(self) -> CompiledParts:
+        """Returns the counts of all launches of the model."""
+        for bucket in self.model.buckets:
+            stage, rows = bucket.stage, bucket.dims[0]
+            if stage in TEXTS:
+                self._add_text(bucket)
+            elif stage is Stage.VISION:
+                for name in ("patches", "masks of images"):
+                    self.add(name, rows)
+                for name in ("windows", "images"):
+                    self.add(name, rows, bucket.variant)
+                self.add_stored(f"merger {bucket.variant}", rows // self.model.cell, rows)
+            elif stage is Stage.RESET:
+                self.add_stored("reset", rows, rows)
+            else:
+                self.add("head", str(bucket))
+                if bucket.variant in ("full", "draw", "penalised"):
+                    self.add_stored("counts", rows)
+            if bucket.variant == LORA:  # the masks of slots
+                for n in (rows, rows // self.model.cell) if stage is Stage.VISION else (padded_tokens(bucket),):
+                    self.add("slots", n)
+        return CompiledParts(len({function for function, _ in self.found}), len(self.found))
+
+    def _add_text(self, bucket: Bucket) -> None:
+        """Adds the functions of a text launch: start, masks, layers, end."""
+        model, stage, tokens = self.model, bucket.stage, padded_tokens(bucket)
+        decodes, begun = stage in (Stage.DECODE, Stage.VERIFY), padded_start(tokens)
+        for kind in self.joined if decodes and bucket.variant != LORA else self.alone:
+            self.add("layer", str(bucket), kind)
+        self.add("start", begun)
+        windowed = stage is not Stage.FRESH or any(0 < window < bucket.dims[1] for window in model.windows)
+        upto = model.upto and not decodes
+        if windowed or upto:
+            self.add("masks", str(bucket))
+        if windowed and upto and model.causal_layers:
+            self.add("causal masks", str(bucket))
+        if self.recurrent:
+            rows = 1 if stage is Stage.CONTEXT else bucket.dims[0]
+            self.add("rows of states", rows, tokens, place=str(bucket))
+            self.add("states are stored", rows)
+        if model.adds_rows:
+            self.add("parts of images", tokens)
+        self.add_stored("end", tokens, begun)
+        if model.taps:
+            self.add("stream", tokens)
+            self.add_stored("states", tokens, begun)
 
 
-def describe_compiled(models: Sequence[PlannedModel]) -> str:
+TEXTS = (Stage.FRESH, Stage.CONTEXT, Stage.DECODE, Stage.VERIFY)
+"""Stages that run the decoder's layers."""
+
+
+def count_compiled(model: PlannedModel, switches: HpuSettings | None = None) -> CompiledParts:
+    """Counts what the launches of a model compile, for a tower with layers of two kinds."""
+    switches = HpuSettings() if switches is None else switches
+    if not switches.regional:
+        return CompiledParts(len(model.buckets), len(model.buckets))
+    return CompiledCounter(model, switches.decode_layers).count()
+
+
+def describe_compiled(models: Sequence[PlannedModel], switches: HpuSettings | None = None) -> str:
     """Returns the sum of ``count_compiled`` as a line for users."""
-    functions, executables = (sum(counts) for counts in zip(*map(count_compiled, models), strict=True))
+    counts = [count_compiled(model, switches) for model in models]
+    functions, executables = (sum(some) for some in zip(*counts, strict=True))
     return (
         f"compile mode: some {functions} functions are compiled at start, and run from {executables} places "
         "in memory, each an executable; warm-up makes all of them."
@@ -348,5 +405,9 @@ def policy(name: str, environ: Mapping[str, str] | None = None, lazy: bool | Non
     if graphs:
         return dataclasses.replace(found, graph_memory=dataclasses.replace(kept, outputs_apart=True), graphless="")
     return dataclasses.replace(
-        found, graph_memory=kept, graphless=COMPILE_MODE, inputs=shared_input_bytes, compiled=describe_compiled
+        found,
+        graph_memory=kept,
+        graphless=COMPILE_MODE,
+        inputs=shared_input_bytes,
+        compiled=partial(describe_compiled, switches=switches),
     )

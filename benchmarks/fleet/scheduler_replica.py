@@ -16,11 +16,12 @@ from trencadis.core.executor.uniproc_executor import UniprocExecutor
 from trencadis.core.kv.block_pool import BlockPool, EvictionLog
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.scheduling.encoder_scheduler import EncoderCache
+from trencadis.core.scheduling.encoder_cache import EncoderCache
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
-from trencadis.core.step import HeadOutput, Step, StepOutput
+from trencadis.core.step import Step
+from trencadis.core.step_output import HeadOutput, StepOutput
 from trencadis.server.processes.multi_engine_client import make_request_cost, read_keys
 from trencadis.server.processes.replica_wait_prediction import RequestCost
 

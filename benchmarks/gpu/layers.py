@@ -53,7 +53,7 @@ class LayerRun:
 
     Args:
         contexts: stored keys of each row.
-        quantised: scheme of its products' weights (``core.quant.weight_storage_format.Scheme``); None: dense.
+        quantised: scheme of its products' weights (``core.quant.quantisation_scheme.Scheme``); None: dense.
     """
 
     def __init__(

@@ -355,10 +355,46 @@ def quantised(run: Run) -> None:
             run.notes[claim] = f"{1e3 * taken[method]:.2f} ms against {1e3 * taken['']:.2f} ms"
 
 
+def drafts(run: Run) -> None:
+    """Answers that requests predict with every tenth id changed, with drafts and without, at 1 and 128 at a time."""
+    out = run.new_file("drafts")
+    many = "2" if run.smoke else "128"
+    few = ("--pairs", "1", "--out", "12") if run.smoke else ("--pairs", "6")
+    args = (str(model_of(run)), "--loads", "prediction", "--predicted", f"1,{many}", "--json", str(out), *few)
+    found = run.child("drafts", "speculation", *args, *device_words(run), out=out, limit=300)
+    for row in found["rows"] if found is not None else ():
+        claim = "drafts1" if row["requests"] == 1 else "drafts128"
+        run.values[claim] = row["ratio"]
+        run.notes[claim] = f"{row['without']:.0f} and {row['with']:.0f} tokens/s, {row['accepted']} drafts accepted"
+
+
+def adapters(run: Run) -> None:
+    """32 requests of eight adapters beside 32 of the base, and steps while adapters come."""
+    path = model_of(run)
+    few = ("--rounds", "1", "--length", "4", "--cache", str(64 << 20)) if run.smoke else ("--cache", str(8 << 30))
+    rows = "4" if run.smoke else "32"
+    for name, more in (("adapters", ("--requests", rows)), ("adapters-loads", ("--loads",))):
+        out = run.new_file(name)
+        args = (str(path), "--count", "2" if run.smoke else "8", "--json", str(out), *more, *few)
+        found = run.child(name, "adapters", *args, *device_words(run), out=out, limit=240)
+        if found is None:
+            continue
+        if "own adapters" in found:
+            run.values["adapters32"] = found["own adapters"]
+        else:
+            run.values["adapter_step"] = max(found.values())
+            run.notes["adapter_step"] = ", ".join(f"{kind}: {one:+.1f} ms" for kind, one in found.items())
+
+
+def device_words(run: Run) -> tuple[str, ...]:
+    """Flags of a benchmark that starts an engine of its own."""
+    return ("--device", "cpu" if run.device == "cpu" else "cuda", *(("--policy", "twin") * (run.device == "twin")))
+
+
 PARTS: dict[str, Callable[[Run], None]] = {
     "decode": decode, "layers": layers, "repeats": repeats, "three": three, "demo": demo, "mixed": mixed,
     "paces": paces, "counters": counters, "kernels": kernels, "quantised": quantised, "tuner": tuner, "tests": tests,
-    "serve": serve, "engine": engine,
+    "serve": serve, "engine": engine, "drafts": drafts, "adapters": adapters,
 }  # fmt: skip
 """The parts in the order in which they run: values before speed."""
 

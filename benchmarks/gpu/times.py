@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from benchmarks.packing import qwen_7b
 from trencadis.backends.cuda.time_estimates import time_report
-from trencadis.backends.cuda.time_estimates.host_device_timeline import step_time
-from trencadis.backends.cuda.time_estimates.kernel_times import card, time_of
+from trencadis.backends.cuda.time_estimates.kernel_times import card, step_time, time_of
 from trencadis.backends.cuda.time_estimates.meta_launch_recorder import DecodeRecorder
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 

@@ -24,8 +24,8 @@ from typing import Any
 import llguidance
 
 from trencadis.core.errors import BadRequest
-from trencadis.core.token_masks.canonical_tokens import open_tokenizer
 from trencadis.core.token_masks.grammar_matcher import parser_limits
+from trencadis.core.token_masks.grammar_vocabulary import open_tokenizer
 from trencadis.server.grammars.grammar_cache import find_control_tokens, make_vocabulary
 from trencadis.server.grammars.grammar_writer import GrammarWriter
 from trencadis.server.grammars.response_format import RequestedFormat

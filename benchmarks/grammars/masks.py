@@ -23,8 +23,8 @@ from benchmarks.harness.reporting import median, report, table
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.engine_config import EngineConfig
+from trencadis.core.output_constraints import Rule
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.structured_outputs import Rule
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 

@@ -72,8 +72,9 @@ HALF = Shape("half", 151643, 151936, 896, 24, 14, 2, 4864, (8, 12, 12), 1280, 16
 TINY = Shape("tiny", 1000, 1024, 128, 2, 4, 2, 320, (4, 6, 6), 64, 4, 160, 2, (1,), std=0.06)
 _VISION_3B = (1280, 16, 3420, 32, (7, 15, 23, 31))
 THREE = Shape("three", 151643, 151936, 2048, 36, 16, 2, 11008, (16, 24, 24), *_VISION_3B, dtype="bfloat16")
+SEVEN = Shape("seven", 151643, 152064, 3584, 28, 28, 4, 18944, (16, 24, 24), *_VISION_3B, dtype="bfloat16")
 WIDE = replace(HALF, name="wide", layers=4, depth=1, full=(0,))
-SHAPES = {s.name: s for s in (HALF, TINY, THREE, WIDE)}
+SHAPES = {s.name: s for s in (HALF, TINY, THREE, SEVEN, WIDE)}
 
 
 def checkpoint(name: str, root: Path | None = None) -> Path:

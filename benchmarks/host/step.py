@@ -37,7 +37,7 @@ from trencadis.core.device.backend import BackendConfig, HeadTensors, HeadTensor
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.request import MAX_LOGPROBS, Request, SamplingParams
-from trencadis.core.scheduling.encoder_scheduler import EncoderCache
+from trencadis.core.scheduling.encoder_cache import EncoderCache
 from trencadis.core.scheduling.request_lifecycle import Lifecycle
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits

@@ -13,7 +13,7 @@ import gc
 
 from benchmarks.harness.reporting import report, table
 from benchmarks.host.step import HostSteps, Load
-from trencadis.backends.cuda.time_estimates.host_device_timeline import HostStep, Timeline, simulate_timeline
+from trencadis.backends.cuda.time_estimates.kernel_times import HostStep, Timeline, simulate_timeline
 
 HEADER = ("rows", "context", "device ms", "host ms, median", "host ms, most", "step ms", "longest wait ms", "idle")
 

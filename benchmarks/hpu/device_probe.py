@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness.reporting import median
+from benchmarks.hpu.kernel_times import attention_times, expert_time, found_at_opening, known_lack_of_memory
 from trencadis.backends.hpu.fused_experts import check_experts, check_fp8_experts
 from trencadis.backends.hpu.sampling_thresholds import find_thresholds
 from trencadis.core.buckets import Bucket, Stage
@@ -29,7 +30,7 @@ from trencadis.core.device.backend import (
     TextTensors,
     load,
 )
-from trencadis.core.step import StepInputs
+from trencadis.core.launch_inputs import StepInputs
 
 ROWS, BLOCKS, BLOCK = 64, 2048, 128
 HEADS, GROUPS, HEAD_DIM = 28, 4, 128
@@ -236,13 +237,17 @@ def measure(file: Path, rounds: int, large: int) -> None:
     backend: Any = load("hpu")(BackendConfig(torch.bfloat16, BLOCK, max_rows=ROWS, vocab_size=1 << 20))
     found: dict[str, Any] = {"device": backend.bridge.device_name(), "notes": backend.notes, "failed": {}}
     found["memory"] = {"free": backend.memory.free(), "total": backend.memory.total()}
+    whole = rounds > 100
     figures: tuple[Callable[[], dict[str, float]], ...] = (
         lambda: wrong_reads(backend, rounds), lambda: copy_times(backend, rounds),
         lambda: store_ratio(backend, large), lambda: returned(backend), lambda: record_time(backend),
-        lambda: threshold_time(backend, 32, 151_936 if rounds > 100 else 999), lambda: dispatch_time(backend),
-        lambda: expert_checks(backend),
+        lambda: threshold_time(backend, 32, 151_936 if whole else 999), lambda: dispatch_time(backend),
+        lambda: expert_checks(backend), lambda: found_at_opening(backend), lambda: known_lack_of_memory(backend),
+        lambda: attention_times(backend, BLOCKS if whole else ROWS),
+        lambda: expert_time(backend, *((128, 2048, 768) if whole else (4, 64, 32))),
     )  # fmt: skip
-    names = ("reads", "copies", "stores", "release", "events", "thresholds", "dispatch", "experts")
+    names = ("reads", "copies", "stores", "release", "events", "thresholds", "dispatch", "experts", "opening", "memory",
+             "attention", "expert time")  # fmt: skip
     for name, figure in zip(names, figures, strict=True):
         try:
             found |= figure()

@@ -10,7 +10,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,53 @@ def ledger(side: Ours, backend: Backend) -> dict[str, int]:
     return {"booked": booked, "used": total - backend.memory.free(), "total": total}
 
 
-def decode_step(side: Ours, rows: int, out: int) -> dict[str, float]:
-    """Median seconds between the tokens of ``rows`` requests that run together, and their mean context."""
-    done = run(side, Work(rows, out, words=800, seed=99))
+def decode_step(side: Ours, rows: int, out: int, context: int) -> dict[str, float]:
+    """Median seconds between the tokens of ``rows`` requests that run together, and their mean context.
+
+    Args:
+        context: tokens of a row, on average; the result has the exact mean.
+    """
+    done = run(side, Work(rows, out, words=context * 8 // 7, seed=99))
     gaps = [b - a for stamps in done.stamps for a, b in zip(stamps[out // 2 :], stamps[out // 2 + 1 :], strict=False)]
-    return {"seconds": median(gaps), "rows": rows, "context": 1024}
+    return {"seconds": median(gaps), "rows": rows, "context": sum(done.prompt) // rows + 3 * out // 4}
+
+
+def idle_share(runner: ModelRunner, step: dict[str, float]) -> float:
+    """Percent of a measured step beyond its launches, which run one after the other without a host between them."""
+    rows, each = int(step["rows"]), -(-int(step["context"]) // runner.backend.cfg.block_size)
+    fitting = [
+        min((b for b in runner.plan.buckets if b.stage is stage and b.variant == variant and fits(b)), default=None,
+            key=lambda b: b.dims)
+        for stage, variant, fits in (
+            (Stage.DECODE, "", lambda b: b.dims[0] >= rows and b.dims[1] >= rows * each),
+            (Stage.SAMPLE, "greedy", lambda b: b.dims[0] >= rows),
+        )
+    ]  # fmt: skip
+    programs = [runner.graphs.program(bucket) for bucket in fitting if bucket is not None]
+    taken = []
+    for _ in range(3):
+        runner.backend.synchronize()
+        begun = time.perf_counter()
+        for _ in range(10):
+            for program in programs:
+                program.replay()
+        runner.backend.synchronize()
+        taken.append((time.perf_counter() - begun) / 10)
+    return 100 * max(0.0, 1 - median(taken) / step["seconds"])
+
+
+def refused_images(runner: ModelRunner) -> int:
+    """1 where the card's compiler refuses a new image launch in compile-only mode, and 0 where it takes it."""
+    known = [bucket for bucket in runner.plan.buckets if bucket.stage is Stage.VISION]
+    largest = max(known, key=lambda bucket: bucket.dims)
+    program: Any = runner.graphs.make(replace(largest, dims=(largest.dims[0] + 64,)))
+    program.compiles_for_real = False
+    try:
+        with program.compile_mode():
+            program.run()
+    except RuntimeError:
+        return 1
+    return 0
 
 
 def probe(setup: Setup, figures: list[str], file: Path, samples: int, conversations: int, copied: int) -> None:
@@ -81,13 +123,18 @@ def probe(setup: Setup, figures: list[str], file: Path, samples: int, conversati
     def zeros() -> torch.Tensor:
         return backend.zeros((copied,), torch.uint8)
 
+    few = (2, 8, 96)
     known: dict[str, Callable[[], Any]] = {
         "answers": lambda: [row["tokens"] for row in answers(side, samples, 16)],
         "forced": lambda: forced(side, conversations, True),
         "pools": lambda: pools(side),
         "ledger": lambda: ledger(side, backend),
         "tpot": lambda: tpot(side, 64 if samples > 2 else 12),
-        "step_32": lambda: decode_step(side, 32 if samples > 2 else 2, 64 if samples > 2 else 8),
+        "step_32": lambda: decode_step(side, *((32, 64, 1024) if samples > 2 else few)),
+        "step_128": lambda: decode_step(side, *((128, 32, 4096) if samples > 2 else few)),
+        "step_32_long": lambda: decode_step(side, *((32, 32, 4096) if samples > 2 else few)),
+        "idle": lambda: idle_share(runner, found["step_32"]),
+        "vision_refused": lambda: refused_images(runner),
         "graph_breaks": lambda: getattr(backend, "graph_breaks", int)(),
         "copy": lambda: copy_bandwidth(zeros(), zeros(), backend.synchronize),
         "fallbacks": lambda: getattr(backend, "fallbacks", int)(),

@@ -27,13 +27,13 @@ FORMS = ("functional", "eager")
 
 
 def reduce_times(rank: int, rendezvous: str, rounds: int, file: str, form: str) -> None:
-    """One rank: microseconds of each all-reduce; rank 0 writes the median."""
+    """One rank: microseconds of each all-reduce; rank 0 writes the median, and the form that ran."""
     os.environ["TRENCADIS_HPU_COLLECTIVES"] = form
     import torch
 
     from trencadis.core.device.backend import BackendConfig, load
 
-    backend = load("hpu")(BackendConfig(torch.bfloat16, 128, rank=rank, world=2, rendezvous=rendezvous))
+    backend: Any = load("hpu")(BackendConfig(torch.bfloat16, 128, rank=rank, world=2, rendezvous=rendezvous))
     x, taken = backend.zeros((ROWS, WIDTH), torch.bfloat16), []
 
     def halve_and_add(x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ def reduce_times(rank: int, rendezvous: str, rounds: int, file: str, form: str) 
         backend.synchronize()
         taken.append(time.perf_counter() - begun)
     if rank == 0:
-        Path(file).write_text(json.dumps(1e6 * median(taken[rounds // 10 :])))
+        Path(file).write_text(json.dumps([1e6 * median(taken[rounds // 10 :]), backend.comm.form or form]))
 
 
 def all_reduce_us(rounds: int, form: str) -> float:
@@ -58,7 +58,7 @@ def all_reduce_us(rounds: int, form: str) -> float:
         form: one of ``FORMS``.
 
     Raises:
-        RuntimeError: a rank failed.
+        RuntimeError: a rank failed, or the backend took the other form, since this one does not work here.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -70,7 +70,10 @@ def all_reduce_us(rounds: int, form: str) -> float:
             process.join()
         if any(process.exitcode for process in ranks):
             raise RuntimeError(f"ranks ended with {[p.exitcode for p in ranks]}")
-        return float(json.loads(Path(file).read_text()))
+        took, ran = json.loads(Path(file).read_text())
+        if ran != form:
+            raise RuntimeError(f"the {form} form does not work here: sums ran in the {ran} form")
+        return float(took)
 
 
 def answers(setup: Setup, ranks: int, count: int) -> list[list[int]]:

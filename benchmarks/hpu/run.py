@@ -1,6 +1,6 @@
 """Everything that is open about a Gaudi, measured in one run of ten minutes at most, each claim with its bar.
 
-PYTHONPATH=$PWD python -P -m benchmarks.hpu [--only device,demo,mixed,three,ranks] [--minutes 9.5] [--no-record]
+PYTHONPATH=$PWD python -P -m benchmarks.hpu [--only device,demo,mixed,three,ranks,seven] [--minutes 9.5] [--no-record]
 PYTHONPATH=$PWD python -P -m benchmarks.hpu --smoke      the same on an emulated card, tiny: judges nothing
 
 Needs what ``trencadis`` needs offline (torch, numpy, Pillow, tokenizers, safetensors, jinja2), no network, no server
@@ -27,7 +27,7 @@ from benchmarks.harness.reporting import RESULTS, ROOT
 from benchmarks.harness.subprocesses import PartRun
 from benchmarks.hpu.claims import CLAIMS
 from trencadis.assets import demo_path
-from trencadis.backends.hpu.estimated_times import times
+from trencadis.backends.hpu.decode_step_time_estimate import times
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.cpu_affinity import available_cpus
 
@@ -64,7 +64,8 @@ def device(run: HpuRun) -> None:
         run.card = run.card or found["device"]
         names = (
             "fetches", "fills", "fill_us", "fetch_us", "record_us", "thresholds_ms", "dispatch_us", "experts",
-            "fp8_experts", "in_place", "released",
+            "fp8_experts", "in_place", "released", "pinned", "product", "oom_text", "attend_ms", "attend_parts",
+            "experts_ms",
         )  # fmt: skip
         run.values |= {name: found[name] for name in names if name in found}
 
@@ -74,15 +75,16 @@ def demo(run: HpuRun) -> None:
     path = str(demo_path())
     exact = run.setup(path, "float32")
     wanted = run.probe("demo-cpu", replace(exact, device="cpu"), "answers,forced")
-    first = run.probe("demo", exact, "answers,fallbacks,graph_breaks")
+    first = run.probe("demo", exact, "answers,fallbacks,graph_breaks,vision_refused")
     if first is not None and wanted is not None and "answers" in first:
         pairs = list(zip(first["answers"], wanted["answers"], strict=True))
         run.values["demo_tokens"] = sum(a != b for a, b in pairs)
         run.notes["demo_tokens"] = f"of {len(pairs)}"
     if first is not None and "fallbacks" in first:
         run.values["fallbacks"] = first["fallbacks"]
-    if first is not None and "graph_breaks" in first:
-        run.values["graph_breaks"] = first["graph_breaks"]
+    for name in ("graph_breaks", "vision_refused"):
+        if first is not None and name in first:
+            run.values[name] = first[name]
     again = run.probe("demo-again", exact, "")
     if first is not None and again is not None:
         run.values["restart"] = again["compiled"]
@@ -122,7 +124,9 @@ def three(run: HpuRun) -> None:
     begun = time.monotonic()
     path = checkpoint("tiny" if run.smoke else "three")
     print(f"checkpoint {path.name}: {time.monotonic() - begun:.0f} s", flush=True)
-    found = run.probe("three", run.setup(str(path), "bfloat16", 8192, 0), "pools,ledger,tpot,step_32,copy")
+    found = run.probe(
+        "three", run.setup(str(path), "bfloat16", 8192, 0), "pools,ledger,tpot,step_32,idle,copy,step_128"
+    )
     if found is None:
         return
     run.values["compile_seconds"] = found["bucket_seconds"]
@@ -133,15 +137,30 @@ def three(run: HpuRun) -> None:
     if (book := found.get("ledger")) is not None:
         run.values["ledger"] = 100 * abs(book["booked"] - book["used"]) / book["total"]
         run.notes["ledger"] = f"{book['booked'] / 2**30:.2f} GiB booked, {book['used'] / 2**30:.2f} GiB used"
-    if "step_32" in found:
-        step = found["step_32"]
-        (load,) = times(load_config(path), rows=(step["rows"],), contexts=(step["context"],))["loads"]
-        run.values["step_32"] = step["seconds"] / load["tpot"]
-        run.notes["step_32"] = f"{1e3 * step['seconds']:.2f} ms, {1e3 * load['tpot']:.2f} ms on paper"
+    for name in ("step_32", "step_128"):
+        if name in found:
+            compare_step(run, name, found[name], path)
+    if "idle" in found:
+        run.values["idle"] = found["idle"]
     if "tpot" in found and "copy" in found:
         weights = text_bytes(SHAPES[path.name], 2)
         run.values["tpot"] = found["tpot"] / (weights / found["copy"])
         run.notes["tpot"] = f"{1e3 * found['tpot']:.2f} ms, {weights / 1e9:.2f} GB, {found['copy'] / 1e9:.0f} GB/s"
+
+
+def compare_step(run: HpuRun, name: str, step: dict[str, Any], path: Path) -> None:
+    """Enters a measured step of decoding as a multiple of the one on paper."""
+    (load,) = times(load_config(path), rows=(step["rows"],), contexts=(step["context"],))["loads"]
+    run.values[name] = step["seconds"] / load["tpot"]
+    run.notes[name] = f"{1e3 * step['seconds']:.2f} ms, {1e3 * load['tpot']:.2f} ms on paper"
+
+
+def seven(run: HpuRun) -> None:
+    """A random checkpoint of the 7B's sizes: the pace of 32 rows."""
+    path = checkpoint("tiny" if run.smoke else "seven")
+    found = run.probe("seven", run.setup(str(path), "bfloat16", 8192, 0), "step_32_long")
+    if found is not None and "step_32_long" in found:
+        compare_step(run, "step_seven", found["step_32_long"], path)
 
 
 def ranks(run: HpuRun) -> None:
@@ -160,7 +179,7 @@ def ranks(run: HpuRun) -> None:
 
 
 PARTS: dict[str, Callable[[HpuRun], None]] = {
-    "device": device, "demo": demo, "mixed": mixed, "three": three, "ranks": ranks,
+    "device": device, "demo": demo, "mixed": mixed, "three": three, "ranks": ranks, "seven": seven,
 }  # fmt: skip
 """In the order in which they run: what needs least of the card first."""
 

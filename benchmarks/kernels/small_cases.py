@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.kernels.case import Case
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.backends.cuda.kernels import gather_scatter, input_embeddings, pixel_normalisation, rms_norm, silu_mul
+from trencadis.backends.cuda.kernels import activation, gather_scatter, input_embeddings, norms
 from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 
 HIDDEN, INTERMEDIATE, FEATURES = 3584, 18944, PATCH_VALUES
@@ -40,7 +40,7 @@ def norm_case(n: int, width: int, device: torch.device) -> Case:
     ops = ReferenceOps()
 
     def run() -> Tensor:
-        rms_norm.launch(x, residual, weight, 1e-6, total, out)
+        norms.rms_norm(x, residual, weight, 1e-6, total, out)
         return out
 
     def eager() -> Tensor:
@@ -60,7 +60,7 @@ def silu_case(n: int, width: int, device: torch.device) -> Case:
     fused = compiled(ops.silu_mul)
 
     def run() -> Tensor:
-        silu_mul.launch(gate_up, out)
+        activation.silu_mul(gate_up, out)
         return out
 
     return Case(
@@ -76,7 +76,7 @@ def patches_case(slots: int, device: torch.device) -> Case:
     out, ops = torch.empty(slots, FEATURES, dtype=DTYPE, device=device), ReferenceOps()
 
     def run() -> Tensor:
-        pixel_normalisation.launch(pixels, scale, shift, out)
+        input_embeddings.normalise_pixels(pixels, scale, shift, out)
         return out
 
     def eager() -> Tensor:
@@ -96,7 +96,7 @@ def embed_case(n: int, device: torch.device) -> Case:
     out, ops = torch.empty(n, HIDDEN, dtype=DTYPE, device=device), ReferenceOps()
 
     def run() -> Tensor:
-        input_embeddings.launch(tokens, none, last, image, arena, table, out)
+        input_embeddings.embed_tokens(tokens, none, last, image, arena, table, out)
         return out
 
     def eager() -> Tensor:

@@ -13,14 +13,14 @@ from torch import Tensor
 from trencadis.core.checkpoint.family import StoredNames
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.checkpoint.quant_config import canonical_name
-from trencadis.core.checkpoint.quant_formats import MARKS, READERS, RawWeight
+from trencadis.core.checkpoint.quantised_tensor_readers import MARKS, READERS, RawWeight
 from trencadis.core.checkpoint.weight_file_reader import FLOATS, DummyWeights
 from trencadis.core.checkpoint.weight_source_interface import StackedPart, StoredRows, stack
 from trencadis.core.device.backend import Backend
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.online_quant import quantise
+from trencadis.core.quant.quantisation_scheme import FLOATS8, Scheme
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.weight_storage_format import FLOATS8, Scheme
 
 log = logging.getLogger("trencadis.engine")
 

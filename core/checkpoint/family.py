@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
-from trencadis.core.checkpoint.pooling_config import LAST
+from trencadis.core.checkpoint.pooling_description import LAST
 from trencadis.core.vision_config import VisionConfig
 
 GENERATE, CLASSIFY, BARE = "generate", "classify", "bare"

@@ -15,11 +15,11 @@ from trencadis.core.checkpoint.decoder_layer_config import ExpertsConfig as Expe
 from trencadis.core.checkpoint.decoder_layer_config import FullHeads as FullHeads
 from trencadis.core.checkpoint.decoder_layer_config import QueryGrowth as QueryGrowth
 from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig as RecurrentConfig
-from trencadis.core.checkpoint.pooling_config import Pooling
+from trencadis.core.checkpoint.pooling_description import Pooling
 from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.checkpoint.rope_config import LongScaling, Scaling, YarnScaling
 from trencadis.core.kv_cache_format import KVFormat
-from trencadis.core.shared_constants import RESERVED_ROWS
+from trencadis.core.media_spans import RESERVED_ROWS
 from trencadis.core.vision_config import VisionConfig
 
 LAYER_INPUTS = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")

@@ -39,8 +39,9 @@ from trencadis.core.device.packed_weights_file import PackedFile
 from trencadis.core.device_shape_policy import Policy
 from trencadis.core.devices import BUILT, TABLE, find_installed_backend, import_backend, list_devices
 from trencadis.core.errors import StartupError
+from trencadis.core.launch_inputs import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.step import HeadInputs, HeadOutput, PoolInputs, PoolOutput, ResetInputs, StepInputs, VisionInputs
+from trencadis.core.step_output import HeadOutput, PoolOutput
 from trencadis.core.vision_config import SlotForm
 
 T = TypeVar("T")

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple, Protocol, TypedDict, overload
 
 from torch import Tensor
 
-from trencadis.core.step import HeadOutput, PoolOutput
+from trencadis.core.step_output import HeadOutput, PoolOutput
 
 
 class LayerKV(NamedTuple):
     """A layer's cache: base tensors [blocks, block_size, kv_heads, head_dim]; ``Policy.flat_kv`` flattens blocks.
 
-    With 8 bits (core/models/kv_cache_codes.py) k and v hold codes, and the other fields their scales and kept values.
+    With 8 bits (core/models/kv_cache_quantisation.py) k and v hold codes, and the other fields their scales and kept
+    values.
     """
 
     k: Tensor

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from trencadis.core.buckets import align_up
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping
-from trencadis.core.shared_constants import align_up
 from trencadis.core.weight_files import files_of
 
 log = logging.getLogger("trencadis.engine")

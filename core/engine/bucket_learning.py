@@ -29,7 +29,7 @@ from trencadis.core.engine.bucket_search_process import (
     solve_in_child,
 )
 from trencadis.core.errors import StartupError
-from trencadis.core.shape_learning_report import (
+from trencadis.core.graph_plan_report import (
     FAILURE,
     PROPOSED,
     PUBLISHED,
@@ -41,7 +41,8 @@ from trencadis.core.shape_learning_report import (
 )
 from trencadis.core.shapes import plan_change_rules
 from trencadis.core.shapes.bucket_profile import merge_into_profile
-from trencadis.core.shapes.cost_model import (
+from trencadis.core.shapes.launch_costs import Costs
+from trencadis.core.shapes.measured_launch_times import (
     LEAST_LAUNCHES,
     BucketTimes,
     LaunchTime,
@@ -49,9 +50,8 @@ from trencadis.core.shapes.cost_model import (
     MeasuredCosts,
     Residual,
 )
-from trencadis.core.shapes.launch_costs import Costs
-from trencadis.core.shapes.learned_plan import KEPT_STAGES
 from trencadis.core.shapes.plan_change_rules import ChangeGuard, ChangeRate, PlanCosts
+from trencadis.core.shapes.plan_from_recorded_needs import KEPT_STAGES
 from trencadis.core.shapes.shape_need_recorder import NeedRecorder
 
 log = logging.getLogger("trencadis.engine")

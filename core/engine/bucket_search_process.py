@@ -20,7 +20,8 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device_shape_policy import Policy
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.core.process.child_process import environment
-from trencadis.core.shapes.cost_model import (
+from trencadis.core.shapes.launch_costs import Costs
+from trencadis.core.shapes.measured_launch_times import (
     BucketTimes,
     Cost,
     LaunchTimes,
@@ -30,9 +31,8 @@ from trencadis.core.shapes.cost_model import (
     fit_bytes,
     parse_cost,
 )
-from trencadis.core.shapes.launch_costs import Costs
-from trencadis.core.shapes.learned_plan import GraphMemoryLimits, TooFewGraphs, learn_plan
 from trencadis.core.shapes.plan_change_rules import PlanCosts, price_periods
+from trencadis.core.shapes.plan_from_recorded_needs import GraphMemoryLimits, TooFewGraphs, learn_plan
 from trencadis.core.shapes.shape_need_histogram import NeedCell, NeedHistogram
 
 PATIENCE = 120.0

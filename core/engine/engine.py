@@ -25,7 +25,8 @@ from trencadis.core.scheduling.step_builder import AdapterLoads, EvictionCounts,
 from trencadis.core.scheduling.step_builder import log as decisions
 from trencadis.core.shapes.step_times_and_chunk_budget import chunk_sizes
 from trencadis.core.startup_progress_and_warmup_pacing import WarmupPacing
-from trencadis.core.step import PixelNeed, Step, StepOutput, UInt8
+from trencadis.core.step import PixelNeed, Step, UInt8
+from trencadis.core.step_output import StepOutput
 
 if TYPE_CHECKING:
     from trencadis.core.device.backend import Pending

@@ -18,17 +18,19 @@ from pathlib import Path
 import torch
 
 from trencadis.core.bucket_plan import Plan
+from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, reserved_rows
-from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.device import backend as seam
 from trencadis.core.device.backend import Backend, BackendConfig
+from trencadis.core.device.communicators import RankAgreement
 from trencadis.core.device.packed_weights_file import packed_file
 from trencadis.core.device_shape_policy import Policy
 from trencadis.core.devices import choose
 from trencadis.core.engine.bucket_learning import OFF, BucketLearning, LearningSettings, PlanAccess
+from trencadis.core.engine.device_startup import DeviceStart
 from trencadis.core.engine.engine import Engine
-from trencadis.core.engine.graph_startup import DeviceStart
 from trencadis.core.engine.kv_offload_setup import open_block_pool, open_state_pool, with_host_blocks
 from trencadis.core.engine.request_trace import RequestTrace
 from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes
@@ -37,13 +39,12 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.engine_stats import EngineInfo
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.executor_interface import Executor
-from trencadis.core.executor.nodes_launcher import NodesLauncher, open_listener
+from trencadis.core.executor.multi_node_launcher import NodesLauncher, open_listener
 from trencadis.core.executor.rank_info import RankInfo, check_size, requested_threads, threads_of
 from trencadis.core.executor.rank_launcher import Launcher, LocalLauncher
 from trencadis.core.executor.rendezvous import serve_store
 from trencadis.core.executor.uniproc_executor import UniprocExecutor
 from trencadis.core.graphs.graph_manager import LaunchTimer
-from trencadis.core.graphs.graph_rank_agreement import RankAgreement
 from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.host_memory import free_host, gib
 from trencadis.core.kv.block_pool import EvictionLog
@@ -52,28 +53,29 @@ from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.links.rank_placement import RAY, Topology, topology
 from trencadis.core.lora.adapter_store import open_store
-from trencadis.core.memory import graph_measurements, weight_offload
+from trencadis.core.memory import graph_measurements, host_memory_offload
 from trencadis.core.memory.cache_plan import CacheOptions, CachePlan, plan_cpu
-from trencadis.core.memory.estimate import SPARE_SLOTS, MemoryEstimator, arena_width, row_blocks
+from trencadis.core.memory.memory_estimator import SPARE_SLOTS, MemoryEstimator, arena_width, row_blocks
 from trencadis.core.memory.weight_bytes import adapter_bytes, host_adapters, slot_sizes
 from trencadis.core.models import model_loader
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.decoder_layer import choose_timed_part
 from trencadis.core.process import torch_detection
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler, ModelDrafts
-from trencadis.core.scheduling.encoder_scheduler import EncoderCache
+from trencadis.core.scheduling.encoder_cache import EncoderCache
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.shapes.bucket_options import read_bucket_options
 from trencadis.core.shapes.bucket_profile import list_set_stages, read_profile
 from trencadis.core.shapes.launch_costs import Costs, work_of
-from trencadis.core.shapes.learned_plan import KEPT_STAGES
 from trencadis.core.shapes.pipeline_partition import split_model
+from trencadis.core.shapes.plan_from_recorded_needs import KEPT_STAGES
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.shapes.shape_need_recorder import NeedRecorder
 from trencadis.core.shapes.step_times_and_chunk_budget import StepTimes, chunk_sizes
 from trencadis.core.spec.draft_checkpoint import Drafter, find_drafter
+from trencadis.core.spec.draft_count import StepSeconds, VerifyShapes
 from trencadis.core.spec.spec_config import resolve_speculation
 from trencadis.core.startup_progress_and_warmup_pacing import Progress, SilentProgress, WarmupPacing
 
@@ -156,6 +158,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     drafts = resolve_speculation(config, model_config, backend.policy, backend.label)
     if drafts is not None:
         scheduler.drafting = DraftScheduler(drafts, scheduler.limits, scheduler.totals)
+        weigh_by_plan(scheduler.drafting, opened.rank.plan)
         if (opened.rank.draft or opened.rank.eagle) and isinstance(executor, UniprocExecutor):
             limits_of = scheduler.limits
             scheduler.drafting.model = ModelDrafts(executor.propose, limits_of.vocab, limits_of.block_size)
@@ -171,6 +174,18 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     pace = WarmupPacing(config.warmup_stall, config.warmup_slice)
     trace = RequestTrace(config.record_trace) if config.record_trace else None
     return Engine(scheduler, executor, info, watch, pace, cpu_threads, host_adapters(config), learning, trace)
+
+
+def weigh_by_plan(drafting: DraftScheduler, plan: Plan) -> None:
+    """Lets drafts be weighed by the planned launches: what they compute, and until steps were measured what they cost
+    beside reading the weights.
+    """
+    if not plan.drafts:
+        return
+    sizes = plan.sizes(Stage.DECODE), plan.sizes(Stage.VERIFY)
+    drafting.shapes = VerifyShapes(*sizes, plan.drafts + 1, plan.policy.mixed)
+    if isinstance(plan.policy.cost, Costs):
+        drafting.seconds = StepSeconds(1 / (plan.policy.cost.launch + 1))
 
 
 def _open_learning(config: EngineConfig, model: ModelConfig, opened: OpenedRank) -> BucketLearning | None:
@@ -289,7 +304,7 @@ def backend_config(
     full = model.text.full_heads
     estimator = MemoryEstimator(model, dtype.itemsize, rank_info.peers, quantised=policy.quantised, unit=policy.aligned)
     free = free_host() if rank_info.local_rank == 0 else None  # later ranks would measure the memory left by this one
-    moved = weight_offload.plan_offload(config, estimator, free, rank_info.local_world)
+    moved = host_memory_offload.plan_offload(config, estimator, free, rank_info.local_world)
     return BackendConfig(
         dtype=dtype,
         block_size=limits.block_size,
@@ -325,6 +340,7 @@ def backend_config(
             "policy": config.policy,
             "attention": config.attention_backend,
             "threads": str(threads_of(config.threads, rank_info.local_world)),
+            "eager": "1" if config.enforce_eager else "0",
             **model_registry.family_options(model.architecture),
         },
     )

@@ -9,12 +9,13 @@ from typing import NamedTuple, cast
 import torch
 
 from trencadis.core.device.backend import Backend, LayerKV
+from trencadis.core.device.communicators import RankAgreement
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.graphs.graph_rank_agreement import RankAgreement
 from trencadis.core.host_memory import free_host
 from trencadis.core.kv.block_pool import BlockPool, HostBlockPool
 from trencadis.core.kv.recurrent_state_pool import StatePool
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.launches.host_block_copies import (
     CopyingBackend,
     HostKV,
@@ -26,10 +27,9 @@ from trencadis.core.launches.host_block_copies import (
     tensors_of,
 )
 from trencadis.core.launches.model_runner import ModelRunner
-from trencadis.core.memory import kv_cache_size
+from trencadis.core.memory import host_memory_offload
 from trencadis.core.memory.cache_plan import CachePlan
 from trencadis.core.models.interface import Persistent
-from trencadis.core.shared_constants import RESERVED_BLOCKS
 
 
 class OffloadLaunches(NamedTuple):
@@ -107,13 +107,13 @@ def with_host_blocks(
     block, world = _block_bytes(held.kv, blocks), backend.comm.world
     model = runner.model.config
     whole, states = (
-        kv_cache_size.on_all_stages(model, block),
-        kv_cache_size.count_host_states(config, model, backend.dtype.itemsize, world),
+        host_memory_offload.on_all_stages(model, block),
+        host_memory_offload.count_host_states(config, model, backend.dtype.itemsize, world),
     )
     count, kept = RankAgreement(backend).over_stages(
-        kv_cache_size.host_block_count(config, whole, world, free_host(), states), states.slots
+        host_memory_offload.host_block_count(config, whole, world, free_host(), states), states.slots
     )
-    note = kv_cache_size.format_note(count, whole, plan.block_size, world, states)
+    note = host_memory_offload.format_note(count, whole, plan.block_size, world, states)
     plan = replace(plan, host_blocks=count, host_states=kept, notes=(*plan.notes, note))
     if copies is not None:
         copies.bind(held, graphs)
@@ -126,7 +126,9 @@ def with_host_blocks(
     if len(rows) < block:
         tokens = -(-block // (held.hidden.shape[1] * held.hidden.element_size()))
         works = f"--max-num-batched-tokens {tokens} holds one"
-        raise StartupError(f"{kv_cache_size.format_flag(config)}: a block goes through the rows of a step; {works}")
+        raise StartupError(
+            f"{host_memory_offload.kv_offload_flag(config)}: a block goes through the rows of a step; {works}"
+        )
     copying = cast(CopyingBackend, backend)
     runner.host_kv = HostKV(copying, parts, count, rows[:block])
     if kept:

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from trencadis.core.engine.startup_plan import DryRun, StartupPlan
 from trencadis.core.errors import StartupError
-from trencadis.core.shared_constants import RESERVED_BLOCKS
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 
 
 def planned_stages(starts: Sequence[DryRun]) -> tuple[StartupPlan, ...]:
     """Returns the plan and the ledger of each stage's devices, with the same agreement as
-    ``core.engine.graph_startup``.
+    ``core.engine.device_startup``.
 
     Args:
         starts: the dry run of each stage, whose model is its share (``core.shapes.pipeline_partition.split_model``).

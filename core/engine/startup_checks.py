@@ -8,24 +8,24 @@ it would, the mildest first.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.buckets import Stage, is_drafting, target_bucket
+from trencadis.core.buckets import Bucket, Stage, is_drafting, target_bucket
 from trencadis.core.checkpoint import model_registry
-from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.checkpoint.model_registry import family_of
-from trencadis.core.checkpoint.pooling_config import MEAN
+from trencadis.core.checkpoint.pooling_description import MEAN
 from trencadis.core.checkpoint.quant_config import ONLINE, online
-from trencadis.core.device_shape_policy import PlannedModel, Policy
+from trencadis.core.device_shape_policy import PlannedLayer, PlannedModel, Policy
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import can_share
 from trencadis.core.kv_cache_format import kv_notes
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.host_memory_offload import check_offload
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.memory.weight_bytes import weight_notes
-from trencadis.core.memory.weight_offload import check_offload
 from trencadis.core.shapes.pipeline_partition import check_ranks
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.spec.draft_checkpoint import Drafter, EagleConfig, sizes_of
@@ -62,14 +62,39 @@ def mode_notes(model: ModelConfig, plan: Plan, policy: Policy, drafter: Drafter 
 
 def planned_models(model: ModelConfig, plan: Plan, drafter: Drafter | None) -> list[PlannedModel]:
     """Returns the launches of the model, and those of what drafts for it, if anything does."""
-    cell = model.vision.slot.cell if model.vision is not None else 1
-    taps = drafter.taps if isinstance(drafter, EagleConfig) else ()
     own = [bucket for bucket in plan.buckets if not is_drafting(bucket)]
-    found = [PlannedModel(own, cell, model.text.layers, len(model.text.windows), taps)]
+    found = [planned_model(model, own, drafter.taps if isinstance(drafter, EagleConfig) else ())]
     if drafter is not None:
-        text, drafting = sizes_of(drafter).text, [target_bucket(b) for b in plan.buckets if is_drafting(b)]
-        found.append(PlannedModel(drafting, 1, text.layers, len(text.windows)))
+        drafting = [target_bucket(bucket) for bucket in plan.buckets if is_drafting(bucket)]
+        found.append(planned_model(sizes_of(drafter), drafting))
     return found
+
+
+def planned_model(model: ModelConfig, buckets: Sequence[Bucket], taps: tuple[int, ...] = ()) -> PlannedModel:
+    """Returns the launches ``buckets`` of a model, and which of its layers are alike."""
+    c, share = model.text, model.share
+    added = model.encodes_images and model.row_parts > 1
+    reads = any(c.kv_source(i) != i for i in share.layers)
+    return PlannedModel(
+        buckets,
+        model.vision.slot.cell if model.vision is not None else 1,
+        [planned_layer(c, i) for i in share.layers],
+        taps,
+        c.windows,
+        c.upto,
+        joins=not (added or reads or c.layer_inputs or c.cross_attention_layers),
+        adds_rows=added,
+        causal_layers=c.causal_full_layers,
+    )
+
+
+def planned_layer(c: TextConfig, layer: int) -> PlannedLayer:
+    """Returns what layer ``layer`` has in common with others."""
+    inputs = (c.uses_second_rotary(layer), c.causal_full_layers and not c.window_of(layer))
+    recurrent, experts = layer in c.recurrent_layers, (c.has_experts(layer), c.has_mlp(layer))
+    others = (c.mixes_tokens(layer), layer in c.kv_givers, layer in c.cross_attention_layers)
+    own = (c.of_layer(layer), c.window_of(layer), c.score_scale_of(layer))
+    return PlannedLayer((inputs, recurrent, experts, others, None if recurrent else own), inputs, recurrent)
 
 
 def check_cross_attention(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
@@ -271,7 +296,7 @@ def list_remedies(start: S, limits: ShapeLimits, blocks: int) -> Iterator[tuple[
                 yield f"--cpu-offload-gb {size}", change(cpu_offload_gb=float(size))
     for ranks in (n for n in MORE_RANKS if n > start.device.ranks and can_share(start.model, n)):
         device = dataclasses.replace(start.device, ranks=ranks)
-        yield f"--tensor-parallel-size {ranks}", dataclasses.replace(start, device=device)
+        yield f"--tensor-parallel-size {ranks}", dataclasses.replace(change(tensor_parallel_size=ranks), device=device)
 
 
 def quantise_model(model: ModelConfig, kind: str) -> ModelConfig:

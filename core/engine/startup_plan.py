@@ -17,9 +17,10 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.graph_plan_report import LedgerRow
 from trencadis.core.host_memory import gib
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.launches.launch_splitter import plan_wide_variants
-from trencadis.core.launches.stage_transfer import own_plan
-from trencadis.core.memory import draft_estimate, weight_offload
+from trencadis.core.launches.pipeline_transfer import own_plan
+from trencadis.core.memory import draft_memory_estimate, host_memory_offload
 from trencadis.core.memory import graph_selection as budget
 from trencadis.core.memory.cache_plan import (
     NO_STATES,
@@ -28,15 +29,16 @@ from trencadis.core.memory.cache_plan import (
     StatePlan,
     arena_rows,
     arena_units,
+    check_requested_kv,
+    kv_flag,
     plan_cpu,
     plan_states,
+    requested_kv_bytes,
 )
-from trencadis.core.memory.estimate import MemoryEstimator, estimate_memory_in_use
 from trencadis.core.memory.graph_measurements import Measurements
 from trencadis.core.memory.graph_selection import GraphPrice, GraphSelection
-from trencadis.core.memory.kv_cache_size import check_requested_kv, kv_flag, requested_kv_bytes
 from trencadis.core.memory.launch_memory import attending, costliest_buckets
-from trencadis.core.memory.ledger import (
+from trencadis.core.memory.memory_division import (
     POOLS,
     DeviceTooSmall,
     GraphSettings,
@@ -51,14 +53,14 @@ from trencadis.core.memory.ledger import (
     usable_bytes,
     utilisation_that_fits,
 )
+from trencadis.core.memory.memory_estimator import MemoryEstimator, estimate_memory_in_use
 from trencadis.core.memory.weight_bytes import slot_sizes
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.bucket_profile import plan_by_profile
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.spec.draft_checkpoint import Drafter
-from trencadis.core.spec.spec_config import resolve_speculation
+from trencadis.core.spec.spec_config import draft_flag, resolve_speculation
 
 BUILT_FOR_FEW = 128, 2048
 BUILT_FOR_MANY = 256, 8192
@@ -178,19 +180,12 @@ class DryRun:
         device, policy, asked = self.device, self.policy, self.config
         block, inputs = asked.block_size or policy.block_sizes[0], attending(policy, asked.attention_backend)
         found = MemoryEstimator(
-            self.model,
-            device.itemsize,
-            device.ranks,
-            inputs,
-            block,
-            policy.graph_memory,
-            policy.quantised,
-            policy.aligned,
-            policy.cross_attention_bytes,
-            slot_sizes(asked, policy.joined_adapters),
-            policy.decoded,
-        )
-        return found if self.draft is None or not policy.rules else draft_estimate.with_draft_sizes(found, self.draft)
+            self.model, device.itemsize, device.ranks, inputs, block, policy.graph_memory, policy.quantised,
+            policy.aligned, policy.cross_attention_bytes, slot_sizes(asked, policy.joined_adapters), policy.decoded,
+        )  # fmt: skip
+        if self.draft is None or not policy.rules:
+            return found
+        return draft_memory_estimate.with_draft_sizes(found, self.draft)
 
     @property
     def multimodal(self) -> bool:
@@ -208,16 +203,22 @@ class DryRun:
         try:
             return self._plan_with_graphs()
         except DeviceTooSmall as error:
-            raise StartupError(f"{error}; {self._remedy(error.blocks)}.") from None
+            line, otherwise = str(error), "more devices, or smaller image limits (max_pixels in --mm-processor-kwargs),"
+            if self.draft is not None and self.policy.rules and dataclasses.replace(self, draft=None)._fits(1.0):
+                limits = shape_limits(self.config, self.model, self.policy, self.images)
+                line = draft_memory_estimate.describe_missing(self.estimator, self.draft, limits, error.missing)
+                line, otherwise = f"{draft_flag(self.config)}: {line}", "a smaller one"
+            remedy = self._remedy(error.blocks) or f"{otherwise} would be needed"
+            raise StartupError(f"{line}; {remedy}.") from None
 
     def _remedy(self, blocks: int) -> str:
-        """The mildest setting with which this start-up fits, at its own utilisation if it can."""
+        """The mildest setting with which this start-up fits, at its own utilisation if it can; empty: none does."""
         limits = shape_limits(self.config, self.model, self.policy, self.images)
         for setting, start in list_remedies(self, limits, blocks):
             if start._fits(1.0):
                 share = "" if start._fits(self.config.gpu_memory_utilization) else " --gpu-memory-utilization 1.0"
                 return f"{setting}{share} fits"
-        return "more devices, or smaller image limits (max_pixels in --mm-processor-kwargs), would be needed"
+        return ""
 
     def _fits(self, utilisation: float) -> bool:
         config = dataclasses.replace(self.config, gpu_memory_utilization=utilisation)
@@ -258,7 +259,7 @@ class DryRun:
             *notes,
             *states.notes(limits.max_rows),
             *forms,
-            *weight_offload.offload_notes(self.config, self.estimator, limits.block_size),
+            *host_memory_offload.offload_notes(self.config, self.estimator, limits.block_size),
             *advice,
         )
         return StartupPlan(
@@ -273,7 +274,7 @@ class DryRun:
             formula=self._formula(plan, limits),
             notes=lines,
             arena_rows=self._arena_rows(limits),
-            host=weight_offload.offload_rows(self.config, self.estimator, limits.block_size),
+            host=host_memory_offload.offload_rows(self.config, self.estimator, limits.block_size),
             states=states,
             static=static,
         )
@@ -285,7 +286,7 @@ class DryRun:
         plan = own_plan(make_plan(self.policy, limits, self.bucket_options, self.model), self.model.share)
         if self.draft is None or not self.policy.rules:
             return plan
-        return draft_estimate.with_drafting_buckets(plan, self.draft)
+        return draft_memory_estimate.with_drafting_buckets(plan, self.draft)
 
     def _learn(self, plan: Plan) -> Plan:
         """Returns the plan of ``--bucket-profile``; without one, or if it is still to be made, ``plan``."""
@@ -330,7 +331,7 @@ class DryRun:
         selection = budget.select_graphs([], ledger.memory_split, settings, self.policy.pool_cost)
         notes, missing = [*plan.notes, *found.notes], -dict(ledger.rows())["margin"]
         notes += format_notes(self.model, self.device.itemsize, self.policy)
-        notes += weight_offload.offload_notes(self.config, self.estimator, limits.block_size)
+        notes += host_memory_offload.offload_notes(self.config, self.estimator, limits.block_size)
         if self.device.ranks > 1:
             notes.append(f"{self.device.ranks} ranks share this memory: {ONE_RANK}.")
         if missing > 0:
@@ -360,7 +361,7 @@ class DryRun:
         held = found.num_blocks + RESERVED_BLOCKS
         kv = held * self.estimator.block_bytes(limits.block_size)
         if self.draft is not None:
-            draft = draft_estimate.drafting_estimator(self.estimator, self.draft)
+            draft = draft_memory_estimate.drafting_estimator(self.estimator, self.draft)
             keys = held * draft.block_bytes(limits.block_size)
             taken = dataclasses.replace(taken, draft_weights=draft.weights(), draft_kv=keys)
         shared = (self.device.ranks - 1) * (taken.taken - taken.others + kv)
@@ -382,7 +383,7 @@ class DryRun:
                     f"{flag} holds {memory_split.blocks} blocks; one request of --max-model-len {limits.max_model_len} "
                     f"needs {limits.row_blocks}, padding {RESERVED_BLOCKS} more."
                 )
-        return Ledger(taken, draft_estimate.with_draft_keys(memory_split, self.estimator, limits.block_size))
+        return Ledger(taken, draft_memory_estimate.with_draft_keys(memory_split, self.estimator, limits.block_size))
 
     def _holds(self, limits: ShapeLimits, settings: GraphSettings) -> bool:
         """Returns True if the KV cache holds one full-length request under ``limits``."""
@@ -415,13 +416,11 @@ class DryRun:
         rows = self._arena_rows(limits)
         taken = estimate_memory_in_use(self.estimator, plan, limits, self.device.total, self.device.others, rows)
         graphs, copying = not graph_settings(self.config, self.policy).eager, self._copying
-        copies, moved = (
-            self.estimator.copies(copying, limits.block_size, graphs),
-            weight_offload.plan_offload(self.config, self.estimator),
-        )
+        copies = self.estimator.copies(copying, limits.block_size, graphs)
+        moved = host_memory_offload.plan_offload(self.config, self.estimator)
         taken = dataclasses.replace(taken, weights=taken.weights - moved.bytes, copies=copies + moved.buffers)
         taken = dataclasses.replace(taken, activations=self._activations(plan, limits)[0])
-        taken = draft_estimate.with_draft_memory(taken, self.estimator, plan, limits)
+        taken = draft_memory_estimate.with_draft_memory(taken, self.estimator, plan, limits)
         return dataclasses.replace(taken, recurrent=self._plan_states(taken, limits).bytes)
 
     def _states(self, plan: Plan, limits: ShapeLimits) -> StatePlan:

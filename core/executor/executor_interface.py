@@ -1,15 +1,18 @@
-"""The interface of executors: Steps are submitted, their outputs come back in the same order."""
+"""The interface of executors: Steps are submitted, their outputs come back in the same order; and a thread for them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from trencadis.core.buckets import Bucket
 from trencadis.core.request import AdapterRef
 from trencadis.core.startup_progress_and_warmup_pacing import Warming
-from trencadis.core.step import DraftRow, Step, StepOutput
+from trencadis.core.step import DraftRow, Step
+from trencadis.core.step_output import StepOutput
 
 if TYPE_CHECKING:
     from trencadis.core.device.backend import Pending
@@ -33,7 +36,7 @@ class Rank(Protocol):
         ...
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Takes a packed ``core.token_masks.canonical_tokens.Vocabulary`` and returns at once; a thread decodes it."""
+        """Takes a packed ``core.token_masks.grammar_vocabulary.Vocabulary`` and returns; a thread decodes it."""
         ...
 
     def prepare(self, grammar: str) -> Future[str]:
@@ -84,7 +87,7 @@ class Executor(Protocol):
         ...
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Sends a packed ``core.token_masks.canonical_tokens.Vocabulary`` to every rank; must precede the first
+        """Sends a packed ``core.token_masks.grammar_vocabulary.Vocabulary`` to every rank; must precede the first
         grammar.
         """
         ...
@@ -104,3 +107,26 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class SerialThread:
+    """Runs functions in order on a daemon thread, so that a stuck device call does not keep the process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
+
+    def put(self, work: Callable[[], object]) -> None:
+        """Queues ``work``, which must not raise."""
+        self._queue.put(work)
+
+    def end(self, patience: float) -> None:
+        """Ends the thread after all queued functions; waits for it at most ``patience`` seconds."""
+        self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(patience)

@@ -23,19 +23,19 @@ from trencadis.core.buckets import Bucket
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
-from trencadis.core.executor.executor_interface import Rank, RankHandle
+from trencadis.core.executor.executor_interface import Rank, RankHandle, SerialThread
 from trencadis.core.executor.rank_info import RankInfo, compute_rank_fingerprint, describe_differences
 from trencadis.core.executor.rank_launcher import PATIENCE, Launcher, LocalLauncher, RemoteRankState, name_ranks
 from trencadis.core.executor.rendezvous import leave_group
-from trencadis.core.executor.serial_thread import SerialThread
 from trencadis.core.executor.uniproc_executor import SubmittedWork
-from trencadis.core.launches.stage_transfer import StageOutputs
+from trencadis.core.launches.pipeline_transfer import StageOutputs
 from trencadis.core.links.authenticated_link import HeartbeatThread
 from trencadis.core.links.message_link import Link, LinkClosed
 from trencadis.core.links.rank_placement import world_of
 from trencadis.core.request import AdapterRef
 from trencadis.core.startup_progress_and_warmup_pacing import Warming
-from trencadis.core.step import Step, StepOutput
+from trencadis.core.step import Step
+from trencadis.core.step_output import StepOutput
 
 if TYPE_CHECKING:
     from trencadis.core.device.backend import Pending
@@ -249,7 +249,7 @@ class MultiprocExecutor:
         return SubmittedWork(self._call(self._launches, lambda: self._rank.change_plan(version, buckets)))
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Sends a packed ``core.token_masks.canonical_tokens.Vocabulary`` to every rank; must precede the first
+        """Sends a packed ``core.token_masks.grammar_vocabulary.Vocabulary`` to every rank; must precede the first
         grammar.
         """
         self._broadcast(rank_messages.SetVocabulary(bytes(data)))

@@ -15,7 +15,8 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor.rank_info import RankFingerprint, RankInfo
 from trencadis.core.links.group_key import TlsFiles
 from trencadis.core.request import AdapterRef
-from trencadis.core.step import Float64, HeadOutput, Pooled, Step, StepOutput, StepStats, TargetScores
+from trencadis.core.step import Float64, Step
+from trencadis.core.step_output import HeadOutput, Pooled, StepOutput, StepStats, TargetScores
 
 
 class ConnectInfo(msgspec.Struct, tag=True):
@@ -78,7 +79,7 @@ class ChangePlan(msgspec.Struct, tag=True):
 
 
 class SetVocabulary(msgspec.Struct, tag=True):
-    """Down: a packed ``core.token_masks.canonical_tokens.Vocabulary``, sent before the first Step that needs it."""
+    """Down: a packed ``core.token_masks.grammar_vocabulary.Vocabulary``, sent before the first Step that needs it."""
 
     data: bytes
 

@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
-from trencadis.core.executor.engine_connection import connect_to_engine
-from trencadis.core.executor.executor_interface import Rank, RankHandle
+from trencadis.core.executor.executor_interface import Rank, RankHandle, SerialThread
+from trencadis.core.executor.headless_ranks import connect_to_engine
 from trencadis.core.executor.rank_info import RankInfo, compute_rank_fingerprint, folder_of
-from trencadis.core.executor.serial_thread import SerialThread
 from trencadis.core.links.authenticated_link import HeartbeatThread
 from trencadis.core.links.message_link import Link, LinkClosed, PlainLink
 from trencadis.core.process import child_process, function_trace, log_setup, torch_detection
 from trencadis.core.process.heap_trimmer import HeapTrimmer
 from trencadis.core.startup_progress_and_warmup_pacing import Progress, SilentProgress
-from trencadis.core.step import Step, StepOutput
+from trencadis.core.step import Step
+from trencadis.core.step_output import StepOutput
 
 if TYPE_CHECKING:
     from trencadis.core.device.backend import Pending

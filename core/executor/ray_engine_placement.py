@@ -17,11 +17,11 @@ from trencadis.core.devices import CARD_VARIABLES, RESOURCES, likely
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages, ray_cluster
-from trencadis.core.executor.engine_connection import connect_to_engine
 from trencadis.core.executor.engine_launcher import EngineHandle, spawn_engine
+from trencadis.core.executor.headless_ranks import connect_to_engine
 from trencadis.core.executor.rank_info import RankFingerprint, compute_rank_fingerprint, describe_differences
 from trencadis.core.executor.ray_cluster import ClusterNode
-from trencadis.core.links.socket_relay import Relay
+from trencadis.core.links.authenticated_link import Relay
 from trencadis.core.process import engine_messages
 
 

@@ -1,4 +1,4 @@
-"""Engines of a server on a Ray cluster, started by a separate process (``ray_broker``). Does not import Ray.
+"""Engines of a server on a Ray cluster, started by a separate process (``ray_broker_process``). Does not import Ray.
 
 An engine's handle is a process that can be killed, and a socket.
 """
@@ -20,14 +20,14 @@ from typing import Protocol
 
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor import rank_messages, ray_broker
+from trencadis.core.executor import rank_messages, ray_broker_process
 from trencadis.core.executor.engine_launcher import RAY_TOKEN, EngineHandle, EngineProcessHandle
-from trencadis.core.executor.nodes_launcher import tls_files
+from trencadis.core.executor.multi_node_launcher import tls_files
 from trencadis.core.executor.rank_info import compute_rank_fingerprint
+from trencadis.core.links.authenticated_link import Relay
 from trencadis.core.links.group_key import GroupKey
-from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.message_link import LinkClosed, PlainLink, shut_socket
-from trencadis.core.links.socket_relay import Relay
+from trencadis.core.links.rank_listener import AuthListener
 from trencadis.core.process import engine_messages
 from trencadis.core.process.child_process import environment
 
@@ -173,7 +173,7 @@ def start_broker_process() -> tuple[EngineProcessHandle, socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", ray_broker.__name__, str(theirs.fileno())],
+            [sys.executable, "-P", "-m", ray_broker_process.__name__, str(theirs.fileno())],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             env=made,
@@ -198,7 +198,7 @@ class RayEngines:
     """
 
     def __init__(self, config: EngineConfig, engines: int, multi_node: bool = False) -> None:
-        self._reservation = ray_broker.ReserveEngines(config.without_secrets(), engines, multi_node)
+        self._reservation = ray_broker_process.ReserveEngines(config.without_secrets(), engines, multi_node)
         self.fingerprint = dataclasses.astuple(compute_rank_fingerprint(config.model))
         self._lock = threading.Lock()
         self._tokens = count()
@@ -226,14 +226,14 @@ class RayEngines:
                 self._start_broker()
             token = next(self._tokens)
             waits = self._pending[token] = Future[str]()
-            asked = ray_broker.StartEngine(token, number, connect_info, start, self.fingerprint)
+            asked = ray_broker_process.StartEngine(token, number, connect_info, start, self.fingerprint)
             self._send(asked)
         return token, waits
 
     def end_engine(self, token: int) -> None:
         """Ends an engine, if it exists."""
         self._pending.pop(token, None)
-        self._send(ray_broker.StopEngine(token))
+        self._send(ray_broker_process.StopEngine(token))
 
     def close(self) -> None:
         """Returns all resources to Ray."""
@@ -250,15 +250,15 @@ class RayEngines:
         self._process, sock = start_broker_process()
         self._link = link = PlainLink(sock)
         try:
-            link.send(ray_broker.encode(self._reservation))
-            found = ray_broker.decode_up(link.receive())
+            link.send(ray_broker_process.encode(self._reservation))
+            found = ray_broker_process.decode_up(link.receive())
         except LinkClosed:
             self._process.wait()
             raise StartupError(LOST) from None
-        if not isinstance(found, ray_broker.EnginesReserved):
+        if not isinstance(found, ray_broker_process.EnginesReserved):
             link.close()
             self._process.wait()
-            raise StartupError(found.message if isinstance(found, ray_broker.ReservationFailed) else LOST)
+            raise StartupError(found.message if isinstance(found, ray_broker_process.ReservationFailed) else LOST)
         self.host, self.on_this_node, self.max_per_node = found.host, found.on_this_node, found.max_per_node
         self._lost = False
         threading.Thread(target=self._listen, args=(link,), name="broker", daemon=True).start()
@@ -266,8 +266,8 @@ class RayEngines:
     def _listen(self, link: PlainLink) -> None:
         with suppress(LinkClosed):
             while True:
-                found = ray_broker.decode_up(link.receive())
-                if isinstance(found, ray_broker.EngineStarted):
+                found = ray_broker_process.decode_up(link.receive())
+                if isinstance(found, ray_broker_process.EngineStarted):
                     self._resolve(found.token, found.error)
         if not self._closed:
             log.error("%s; the engines there will end, and be asked for again", LOST)
@@ -283,9 +283,9 @@ class RayEngines:
             with suppress(InvalidStateError):
                 waits.set_result(said)
 
-    def _send(self, message: ray_broker.StartEngine | ray_broker.StopEngine) -> None:
+    def _send(self, message: ray_broker_process.StartEngine | ray_broker_process.StopEngine) -> None:
         try:
-            self._link.send(ray_broker.encode(message))
+            self._link.send(ray_broker_process.encode(message))
         except LinkClosed:
-            if isinstance(message, ray_broker.StartEngine):
+            if isinstance(message, ray_broker_process.StartEngine):
                 self._resolve(message.token, LOST)

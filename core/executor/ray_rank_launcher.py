@@ -18,14 +18,14 @@ from trencadis.core.devices import CARD_VARIABLES, RESOURCES, likely
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages, ray_cluster
-from trencadis.core.executor.engine_connection import HeadlessRanks
-from trencadis.core.executor.nodes_launcher import RemoteRank, tls_files
+from trencadis.core.executor.headless_ranks import HeadlessRanks
+from trencadis.core.executor.multi_node_launcher import RemoteRank, tls_files
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.executor.rank_launcher import RemoteRankState
 from trencadis.core.executor.ray_cluster import ClusterNode
 from trencadis.core.links.group_key import GroupKey
-from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.message_link import Link
+from trencadis.core.links.rank_listener import AuthListener
 from trencadis.core.links.rank_placement import Topology
 
 

@@ -11,7 +11,8 @@ from trencadis.core.buckets import Bucket
 from trencadis.core.executor.executor_interface import Rank
 from trencadis.core.request import AdapterRef
 from trencadis.core.startup_progress_and_warmup_pacing import Warming
-from trencadis.core.step import DraftRow, Step, StepOutput
+from trencadis.core.step import DraftRow, Step
+from trencadis.core.step_output import StepOutput
 
 if TYPE_CHECKING:
     from trencadis.core.device.backend import Pending
@@ -95,7 +96,7 @@ class UniprocExecutor:
         return SubmittedWork(self._thread.submit(self._rank.change_plan, version, buckets))
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Passes a packed ``core.token_masks.canonical_tokens.Vocabulary`` to the rank; must precede the first
+        """Passes a packed ``core.token_masks.grammar_vocabulary.Vocabulary`` to the rank; must precede the first
         grammar.
         """
         self._rank.set_vocabulary(data)

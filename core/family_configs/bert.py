@@ -10,7 +10,7 @@ from trencadis.core.checkpoint.decoder_config_parsers import MOST_HEADS, MOST_LA
 from trencadis.core.checkpoint.family import BARE, CLASSIFY, ClassHead, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import LAYER, PLAIN, POST, TextConfig
-from trencadis.core.checkpoint.pooling_config import FIRST
+from trencadis.core.checkpoint.pooling_description import FIRST
 
 TANH = ClassHead(FIRST, "tanh", biased=True)
 """The class head of this family: the first token's hidden state through a dense layer, tanh, and a linear layer."""

@@ -17,7 +17,7 @@ from trencadis.core.checkpoint.decoder_config_parsers import (
 )
 from trencadis.core.checkpoint.family import BARE, CLASSIFY, GENERATE, ClassHead, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.checkpoint.pooling_config import ALL, IDENTITY, SOFTMAX
+from trencadis.core.checkpoint.pooling_description import ALL, IDENTITY, SOFTMAX
 from trencadis.core.family_configs.llama import PREFIXES
 from trencadis.core.family_configs.qwen3 import dense_layers
 

@@ -26,15 +26,15 @@ from enum import IntEnum
 
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.device.backend import ProgramState
+from trencadis.core.device.communicators import RankAgreement
 from trencadis.core.device_shape_policy import capturable
 from trencadis.core.errors import format_error, is_out_of_memory
 from trencadis.core.graph_plan_report import EAGER, FAILED, LARGE, NO_GRAPHS, POOL_FULL, RELEASED, WARMING
 from trencadis.core.graphs.graph_manager import GraphManager
-from trencadis.core.graphs.graph_rank_agreement import RankAgreement
 from trencadis.core.host_memory import gib
 from trencadis.core.memory import graph_selection as budget
 from trencadis.core.memory.graph_selection import GraphPrice
-from trencadis.core.memory.ledger import (
+from trencadis.core.memory.memory_division import (
     DECODE,
     POOLS,
     TEXT,

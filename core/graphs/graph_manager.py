@@ -19,8 +19,8 @@ from trencadis.core.buckets import DRAFT, Bucket, Stage, is_drafting, padded_tok
 from trencadis.core.device.backend import Backend, Body, Inputs, Program, ProgramState
 from trencadis.core.errors import format_error, is_out_of_memory
 from trencadis.core.graph_plan_report import SKIP, UNPLANNED
-from trencadis.core.shapes.cost_model import LaunchTime
-from trencadis.core.step import StepStats
+from trencadis.core.shapes.measured_launch_times import LaunchTime
+from trencadis.core.step_output import StepStats
 
 
 class GraphAccounts(Protocol):

@@ -10,7 +10,7 @@ from trencadis.core.graph_plan_report import WARMING, BucketState, GraphPlan, Po
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.graphs.warmup import WARM, Warmup
-from trencadis.core.memory.ledger import POOLS, pool_of
+from trencadis.core.memory.memory_division import POOLS, pool_of
 from trencadis.core.startup_progress_and_warmup_pacing import Warming
 
 

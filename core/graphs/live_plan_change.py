@@ -19,8 +19,8 @@ from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.memory import graph_selection as budget
 from trencadis.core.memory.graph_selection import GraphPrice
-from trencadis.core.memory.ledger import pool_of
-from trencadis.core.shapes.learned_plan import KEPT_STAGES
+from trencadis.core.memory.memory_division import pool_of
+from trencadis.core.shapes.plan_from_recorded_needs import KEPT_STAGES
 from trencadis.core.startup_progress_and_warmup_pacing import Warming
 
 log = logging.getLogger("trencadis.engine")

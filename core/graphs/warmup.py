@@ -16,7 +16,7 @@ from trencadis.core.errors import StartupError, format_error
 from trencadis.core.graph_plan_report import FAILED, WARMING
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
-from trencadis.core.memory.ledger import DECODE, pool_of
+from trencadis.core.memory.memory_division import DECODE, pool_of
 from trencadis.core.startup_progress_and_warmup_pacing import Warming
 
 log = logging.getLogger("trencadis.engine")

@@ -35,9 +35,9 @@ from functools import cache
 from hashlib import sha256
 from struct import Struct
 
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request
-from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.step import BlockMove
 
 ROOT = b"trencadis-kv-1"

@@ -15,12 +15,14 @@ from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import LORA, Bucket, drafting_bucket
 from trencadis.core.device.backend import HeadTensorsOut, Inputs, Pending
 from trencadis.core.graphs.graph_manager import GraphManager
+from trencadis.core.launch_inputs import StepInputs
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.draft_loading import DraftingModel, list_bodies
 from trencadis.core.launches.launch_splitter import sample_bucket, split_step
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.eagle3 import FROM_TARGET, Eagle3Head
-from trencadis.core.step import DraftRow, HeadOutput, Int32, Row, Sample, Step, StepInputs, StepStats
+from trencadis.core.step import DraftRow, Int32, Row, Sample, Step
+from trencadis.core.step_output import HeadOutput, StepStats
 
 
 class DraftLaunches:

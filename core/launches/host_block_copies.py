@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trencadis.core.device.backend import LayerKV
+from trencadis.core.kv_cache_format import SINK_BLOCK
 from trencadis.core.models.interface import RecurrentState
-from trencadis.core.shared_constants import SINK_BLOCK
 from trencadis.core.step import BlockMove
 
 

@@ -9,22 +9,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from trencadis.core.cross_attention_inputs import make_cross_attention_inputs
+from trencadis.core.launch_inputs import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 from trencadis.core.launches.rank_input_batch import FLOATS
 from trencadis.core.request import MAX_BIAS, NO_LOGPROB
-from trencadis.core.step import (
-    PENDING,
-    Encode,
-    HeadInputs,
-    Int32,
-    PoolInputs,
-    Reset,
-    ResetInputs,
-    Row,
-    Sample,
-    StepInputs,
-    UInt8,
-    VisionInputs,
-)
+from trencadis.core.step import PENDING, Encode, Int32, Reset, Row, Sample, UInt8
 from trencadis.core.vision_config import SlotForm
 
 

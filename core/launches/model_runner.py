@@ -12,10 +12,11 @@ import numpy as np
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import DRAFT, WIDE_ROWS, Bucket, Stage, ahead_variant
 from trencadis.core.device.backend import Backend, Inputs, Pending, Pipe, VisionTensors
+from trencadis.core.device.communicators import RankAgreement
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
-from trencadis.core.graphs.graph_rank_agreement import RankAgreement
 from trencadis.core.graphs.live_plan_change import PlanChanges
 from trencadis.core.graphs.warmup import Warmup
+from trencadis.core.launch_inputs import HeadInputs, StepInputs
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.draft_loading import DraftingModel, list_bodies
 from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner
@@ -37,26 +38,19 @@ from trencadis.core.launches.launch_splitter import (
     wide_bucket,
 )
 from trencadis.core.launches.pending_step import PendingScores, PendingStep, PooledSlice
+from trencadis.core.launches.pipeline_transfer import PipelineTransfer, runs_on_stage
 from trencadis.core.launches.rank_input_batch import HeadNeeds, RankInputBatch
 from trencadis.core.launches.split_sample_launches import launch_masked, launch_split
-from trencadis.core.launches.stage_transfer import PipelineTransfer, runs_on_stage
 from trencadis.core.lora.adapter_store import AdapterStore
 from trencadis.core.models.eagle3 import Eagle3Head
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.request import AdapterRef
 from trencadis.core.shapes.shape_need_recorder import NeedRecorder
-from trencadis.core.shared_constants import WINDOW_SLOTS
 from trencadis.core.startup_progress_and_warmup_pacing import Warming
-from trencadis.core.step import (
-    DraftRow,
-    Encode,
-    HeadInputs,
-    HeadOutput,
-    Row,
-    Step,
-    StepInputs,
-)
+from trencadis.core.step import DraftRow, Encode, Row, Step
+from trencadis.core.step_output import HeadOutput
 from trencadis.core.token_masks.matcher_manager import MatcherManager
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 
 class ModelRunner:
@@ -202,7 +196,7 @@ class ModelRunner:
         return drafter.propose(rows)
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Takes a packed ``core.token_masks.canonical_tokens.Vocabulary`` and returns at once.
+        """Takes a packed ``core.token_masks.grammar_vocabulary.Vocabulary`` and returns at once.
 
         On the last stage, a thread decodes it; other stages ignore it.
         """

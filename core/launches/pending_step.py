@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from trencadis.core.launches.split_sample_launches import join_scores
-from trencadis.core.step import HeadOutput, Pooled, PoolOutput, StepOutput, StepStats, TargetScores, append_pooled
+from trencadis.core.step_output import (
+    HeadOutput,
+    Pooled,
+    PoolOutput,
+    StepOutput,
+    StepStats,
+    TargetScores,
+    append_pooled,
+)
 from trencadis.core.token_masks.matcher_manager import PendingSample
 
 if TYPE_CHECKING:

@@ -14,21 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from trencadis.core.launch_inputs import HeadInputs, StepInputs
 from trencadis.core.request import GREEDY_BELOW, NO_LOGPROB
-from trencadis.core.step import (
-    PENDING,
-    BatchChange,
-    Draw,
-    HeadInputs,
-    Int32,
-    Joining,
-    Row,
-    Sample,
-    StateSlots,
-    Step,
-    StepInputs,
-    UInt8,
-)
+from trencadis.core.step import PENDING, BatchChange, Draw, Int32, Joining, Row, Sample, StateSlots, Step, UInt8
 
 FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition", "uniform")
 UNIFORM = FLOATS.index("uniform")

@@ -13,12 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from trencadis.core.launch_inputs import HeadInputs
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs, join_head_inputs
-from trencadis.core.step import (
-    HeadInputs,
-    HeadOutput,
-    TargetScores,
-)
+from trencadis.core.step_output import HeadOutput, TargetScores
 from trencadis.core.token_masks.draft_masks import ChoiceRows
 from trencadis.core.token_masks.matcher_manager import MatcherManager, PendingSample
 

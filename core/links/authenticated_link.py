@@ -1,4 +1,4 @@
-"""A link over TCP with numbered frames that are authenticated with keyed BLAKE2.
+"""A link over TCP with numbered frames that are authenticated with keyed BLAKE2, and a relay between it and a socket.
 
 A frame is a header of 16 bytes (uint32 size, uint8 kind, 3 zero bytes, uint64 number; little-endian) and its tag of 16
 bytes; then, unless the size is 0, the message and its tag of 16 bytes, which covers header and message. Each direction
@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import socket
 import struct
+import threading
 import time
 from collections.abc import Callable
 
 from trencadis.core.links.byte_stream import ByteStream
-from trencadis.core.links.message_link import BEAT, LinkClosed, Pieces, SendQueue
+from trencadis.core.links.message_link import BEAT, LinkClosed, Pieces, SendQueue, shut_socket
 
 HEADER = struct.Struct("<IB3xQ")
 TAG = 16
@@ -43,6 +45,16 @@ PATIENT = 120.0
 
 MOST = 1 << 30
 """Largest message in bytes."""
+
+PIECE = 256 << 10
+"""Most bytes of a socket that a relay forwards as one message."""
+
+BACKLOG = 16
+"""Number of waiting messages above which a relay does not read its socket, so that its writer blocks."""
+
+PAUSE = 0.001
+FLUSH = 5.0
+"""Seconds in which a relay may send the last messages after the socket has ended."""
 
 
 class KeyedLink:
@@ -158,8 +170,6 @@ class HeartbeatThread:
     """Sends heartbeats on all links of a process from its own thread, until ``end``."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
-        import threading
-
         self._ended = threading.Event()
         self._beat = beat
         threading.Thread(target=self._run, name="pulse", daemon=True).start()
@@ -173,6 +183,62 @@ class HeartbeatThread:
     def end(self) -> None:
         """Stops the heartbeats."""
         self._ended.set()
+
+
+class Relay:
+    """Forwards bytes between a local socket and a link, so that a remote process can be used like a local one.
+
+    It runs on its own threads until the socket or the link ends; then it closes both.
+
+    Args:
+        sock: one end of a stream; the relay takes ownership of it and of the link.
+        ended: called once, on one of these threads, with the link's reason.
+    """
+
+    def __init__(self, sock: socket.socket, link: KeyedLink, ended: Callable[[str], None] = lambda why: None) -> None:
+        self._sock, self._link, self._on_end = sock, link, ended
+        self._lock = threading.Lock()
+        self._over = False
+        self._pulse = HeartbeatThread(lambda: link.beat(True))
+        for work in (self._out, self._back):
+            threading.Thread(target=work, name="relay", daemon=True).start()
+
+    def close(self) -> None:
+        """Closes the socket and the link."""
+        self._end("")
+
+    def _out(self) -> None:
+        try:
+            while piece := self._sock.recv(PIECE):
+                self._link.send(piece)
+                while self._link.backlog > BACKLOG:
+                    time.sleep(PAUSE)
+        except (OSError, LinkClosed):
+            pass
+        end = time.monotonic() + FLUSH
+        while self._link.backlog and not self._over and time.monotonic() < end:
+            time.sleep(PAUSE)
+        self._end("")
+
+    def _back(self) -> None:
+        why = ""
+        try:
+            while True:
+                self._sock.sendall(self._link.receive())
+        except LinkClosed as closed:
+            why = str(closed)
+        except OSError:
+            pass
+        self._end(why)
+
+    def _end(self, why: str) -> None:
+        with self._lock:
+            first, self._over = not self._over, True
+        if first:
+            self._pulse.end()
+            self._link.close()
+            shut_socket(self._sock)
+            self._on_end(why)
 
 
 def tagger(key: bytes) -> hashlib.blake2b:

@@ -2,7 +2,7 @@
 
 The KV cache has the requested size, or the minimum of 4 GiB, 40 % of the memory left after the weights, and what
 max_num_seqs requests of max_model_len tokens can use. Devices with graphs divide their memory with
-core/memory/ledger.py.
+core/memory/memory_division.py.
 
 A sequence needs a slot of fixed size in every recurrent layer. If ``--max-num-seqs`` is given, each of that many
 sequences gets one; else as many as fit into a share of the memory that is left for them and the KV cache. Snapshots
@@ -17,13 +17,12 @@ from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, rese
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
-from trencadis.core.kv_cache_format import head_bytes
-from trencadis.core.memory.draft_estimate import HeadEstimator
-from trencadis.core.memory.estimate import arena_width
-from trencadis.core.memory.ledger import DeviceTooSmall
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS, head_bytes
+from trencadis.core.memory.draft_memory_estimate import HeadEstimator
+from trencadis.core.memory.memory_division import DeviceTooSmall, MemorySplit
+from trencadis.core.memory.memory_estimator import arena_width
 from trencadis.core.memory.weight_bytes import quantisation_excess
 from trencadis.core.shapes.launch_costs import layers_values
-from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.spec.draft_checkpoint import Drafter, EagleConfig, sizes_of
 
 SHARE = 0.5
@@ -279,13 +278,13 @@ def _plan_states(
 def _draft_bytes(draft: Drafter, itemsize: int, quantised: str, left: int) -> int:
     """Returns the bytes of the weights of what drafts; raises StartupError if they are more than ``left``."""
     if isinstance(draft, EagleConfig):
-        need = HeadEstimator(draft.sizes, itemsize, head=draft).weights()
+        kind, need = "head", HeadEstimator(draft.sizes, itemsize, head=draft).weights()
     else:
-        need = weights_bytes(draft, itemsize, 1, quantised)
+        kind, need = "draft model", weights_bytes(draft, itemsize, 1, quantised)
     if need > left:
         raise StartupError(
-            f"the draft model does not fit: its weights need {gib(need)} and {gib(max(left, 0))} are left; "
-            f"{gib(need - max(left, 0))} are missing"
+            f"the {kind} {draft.path.name} does not fit: its weights need {gib(need)} and {gib(max(left, 0))} are "
+            f"left; {gib(need - max(left, 0))} are missing"
         )
     return need
 
@@ -334,3 +333,24 @@ def _check_units(config: ModelConfig, rows: int, unit: int, row_bytes: int, left
     if fits > 0:
         raise StartupError(f"{line}; {fits} fit")
     raise StartupError(f"{line}; not one fits, {gib(unit * row_bytes - left)} are missing")
+
+
+def requested_kv_bytes(config: EngineConfig, block_bytes: int) -> int | None:
+    """Returns the bytes of KV cache that the user requests, in blocks or in bytes; None: as much as fits."""
+    if config.num_gpu_blocks_override is not None:
+        return (config.num_gpu_blocks_override + RESERVED_BLOCKS) * block_bytes
+    return config.kv_cache_memory_bytes
+
+
+def kv_flag(config: EngineConfig) -> str:
+    """Returns the flag that ``requested_kv_bytes`` follows, with its value."""
+    if config.num_gpu_blocks_override is not None:
+        return f"--num-gpu-blocks-override {config.num_gpu_blocks_override}"
+    return f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
+
+
+def check_requested_kv(flag: str, asked: int, memory_split: MemorySplit) -> None:
+    """Raises StartupError if more is requested than is left."""
+    available = memory_split.usable - memory_split.graphs
+    if asked > available:
+        raise StartupError(f"{flag} is {asked} bytes, more than the {available} that are left for it.")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.host_memory import gib
-from trencadis.core.memory.ledger import POOLS, GraphSettings, MemorySplit, pool_of, share_of
+from trencadis.core.memory.memory_division import POOLS, GraphSettings, MemorySplit, pool_of, share_of
 
 SPARE = 256 << 20
 """Bytes that must stay free during a capture, in addition to its predicted cost."""

@@ -7,14 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trencadis.core.bucket_plan import Plan
-from trencadis.core.buckets import Bucket, Stage, drafts_ahead, padded_tokens
+from trencadis.core.buckets import Bucket, Stage, align_up, drafts_ahead, padded_tokens
 from trencadis.core.checkpoint.decoder_layer_config import CHUNK
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device_shape_policy import DecodedPieces, InputSizes, Policy
 from trencadis.core.memory.weight_bytes import AdapterSlotSizes, adapted_tower_matrices
 from trencadis.core.request import MAX_BIAS
-from trencadis.core.shared_constants import align_up
 
 
 def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:

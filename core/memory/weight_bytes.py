@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from trencadis.core.buckets import align_up
 from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig
 from trencadis.core.checkpoint.model_config import GATED, LAYER, RMS_ONE, SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.model_registry import adapted_tower
 from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.quant.weight_storage_format import (
+from trencadis.core.quant.quantisation_scheme import (
     FLOATS8,
     PANELS,
     ROWS8,
@@ -21,7 +22,6 @@ from trencadis.core.quant.weight_storage_format import (
     notes_of,
     packs4,
 )
-from trencadis.core.shared_constants import align_up
 from trencadis.core.vision_config import SharedMatrix
 
 EXPERT_FORMS = (ROWS8, PANELS)

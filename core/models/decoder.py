@@ -16,7 +16,7 @@ from trencadis.core.checkpoint.checkpoint_weight_source import CheckpointSource
 from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.checkpoint.model_registry import family_of
-from trencadis.core.checkpoint.pooling_config import Pooling
+from trencadis.core.checkpoint.pooling_description import Pooling
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import (
     AdapterRows,
@@ -34,9 +34,10 @@ from trencadis.core.device.backend import (
 )
 from trencadis.core.device.launch_tensors import RecurrentRows, first_rows
 from trencadis.core.errors import StartupError
-from trencadis.core.models.attention import Attention, TextRotary
+from trencadis.core.launch_inputs import VisionInputs
+from trencadis.core.models.attention import Attention
 from trencadis.core.models.decoder_layer import DecoderLayer as DecoderLayer
-from trencadis.core.models.decoder_layer import SinglePartLayer
+from trencadis.core.models.decoder_layer import LayerInputEmbedding, SinglePartLayer
 from trencadis.core.models.interface import GroupingOps, HostLayering, Persistent, RecurrentOps, StatefulLayer
 from trencadis.core.models.linear_and_embedding import (
     NO_ADAPTERS,
@@ -48,10 +49,10 @@ from trencadis.core.models.linear_and_embedding import (
     TowerLayer,
 )
 from trencadis.core.models.mlp_and_norms import Norm, norm_of
-from trencadis.core.models.per_layer_embeddings import LayerInputEmbedding
 from trencadis.core.models.pooler import Pooler
 from trencadis.core.models.recurrent_layers import make_recurrent_layer
-from trencadis.core.step import Encode, VisionInputs
+from trencadis.core.models.rotary_embedding import TextRotary
+from trencadis.core.step import Encode
 
 NumberedLayer = tuple[int, Any]
 """A layer or a group of layers that run as one, after the number of its first layer."""

@@ -25,7 +25,8 @@ from trencadis.core.device.backend import (
     Weight,
 )
 from trencadis.core.device.launch_tensors import Attn, CrossAttentionTensors, RecurrentRows
-from trencadis.core.step import Encode, VisionInputs
+from trencadis.core.launch_inputs import VisionInputs
+from trencadis.core.step import Encode
 
 
 class RecurrentState(NamedTuple):

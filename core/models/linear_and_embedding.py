@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trencadis.core.buckets import align_up
 from trencadis.core.checkpoint.weight_source_interface import SharingOps, StackedPart, StoredRows, WeightSource
 from trencadis.core.device.backend import (
     AdapterRows,
@@ -28,7 +29,6 @@ from trencadis.core.device.backend import (
 from trencadis.core.device.communicators import SingleRank
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.quantised_tensor import QTensor, fits, join_weights
-from trencadis.core.shared_constants import align_up
 
 if TYPE_CHECKING:
     from trencadis.core.models.interface import BestOps, DrawingOps, MaskingOps, PenalisingOps

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.core.checkpoint.pooling_config import Pooling
+from trencadis.core.checkpoint.pooling_description import Pooling
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import Ops, PoolTensors, PoolTensorsOut
 from trencadis.core.models.linear_and_embedding import scaled

@@ -17,8 +17,8 @@ from trencadis.core.engine_stats import EngineStats as EngineStats
 from trencadis.core.engine_stats import GraphCounters as GraphCounters
 from trencadis.core.graph_plan_report import BucketState as BucketState
 from trencadis.core.graph_plan_report import GraphPlan as GraphPlan
+from trencadis.core.graph_plan_report import LearningReport as LearningReport
 from trencadis.core.request import Delta, Request
-from trencadis.core.shape_learning_report import LearningReport as LearningReport
 
 HEADER = struct.Struct("<II")
 CHUNK = 1 << 20
@@ -48,7 +48,7 @@ class Media(msgspec.Struct, tag=True):
 
 class VocabularyPart(msgspec.Struct, tag=True):
     """Down: bytes [offset, offset + payload) of the ``total`` bytes of a packed
-    ``core.token_masks.canonical_tokens.Vocabulary``.
+    ``core.token_masks.grammar_vocabulary.Vocabulary``.
 
     They are sent once, before the first request whose rule has a grammar.
     """

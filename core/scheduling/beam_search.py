@@ -23,7 +23,7 @@ from trencadis.core.kv.block_pool import BlockHashChain
 from trencadis.core.request import BeamRule, TokenLogprob
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence, SequenceStatus
-from trencadis.core.step import HeadOutput
+from trencadis.core.step_output import HeadOutput
 
 
 class BestTokens(NamedTuple):

@@ -14,14 +14,22 @@ from collections import abc
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from trencadis.core.buckets import DRAFTED_ROWS
 from trencadis.core.engine_stats import EngineStats
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.scheduling.persistent_batch import PersistentBatch
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Sequence, SequenceDrafter, SequenceStatus
 from trencadis.core.scheduling.step_builder import InFlightStep, StepBuilder
-from trencadis.core.shared_constants import DRAFTED_ROWS
-from trencadis.core.spec.draft_count import AcceptanceRates, DraftModes, StepSeconds, choose_count
+from trencadis.core.spec.draft_count import (
+    RETRY,
+    AcceptanceRates,
+    DraftModes,
+    StepSeconds,
+    VerifyShapes,
+    choose_count,
+    pays_together,
+)
 from trencadis.core.spec.draft_proposer import DraftProposer, FirstProposal, cut_at
 from trencadis.core.spec.ngram_proposer import NgramProposer
 from trencadis.core.spec.predicted_text import PredictionProposer
@@ -148,6 +156,10 @@ class DraftScheduler:
         self.seconds = StepSeconds()
         self.model: ModelDrafts | None = None
         """Set if a model drafts."""
+        self.shapes: VerifyShapes | None = None
+        """Set on devices with planned shapes: there all drafts of a step pay together, or none does."""
+        self._skipped = 0
+        """Steps without drafts since they did not pay; 0: they did, or a sequence has not been tried yet."""
         self._last = 0.0
         self.proposed = False
         """True if ``prepare`` has proposed drafts for the step that is being built."""
@@ -176,7 +188,14 @@ class DraftScheduler:
             return True
         if self._limits.stages > 1:
             return False  # micro-batches in flight are not scheduled
+        if self._weighs_together and 0 < self._skipped < RETRY:
+            self._skipped += 1
+            return any(seq.pending and seq.outputs and self.count_forced(seq) for seq in running)
         return any(seq.pending and self._gains_by_waiting(seq, len(running)) for seq in running)
+
+    @property
+    def _weighs_together(self) -> bool:
+        return self.shapes is not None and not self.config.always
 
     def _gains_by_waiting(self, seq: Sequence, running: int) -> bool:
         """Returns True if ``seq``, one of ``running``, could be drafted or forced on once its token is known."""
@@ -198,7 +217,7 @@ class DraftScheduler:
         tokens = len(running)
         expected = float(tokens)
         wanted: list[WantedDrafts] = []
-        self.proposed = False
+        drafted: list[WantedDrafts] = []
         for seq in running:
             seq.proposal = ()
             if seq.pending or not seq.outputs or seq.due == 0 or not can_draft(seq, self._limits):
@@ -210,14 +229,35 @@ class DraftScheduler:
                 if count:
                     wanted.append(WantedDrafts(seq, count))
             if count:
-                self.proposed = True
+                drafted.append(WantedDrafts(seq, count))
                 tokens += count
                 if seq.drafter is not None:
                     expected += seq.drafter.rates.gains(count)[-1]
-                if seq.batch_row >= 0:
-                    batch.leave(seq)
+        if drafted and self._weighs_together and not self._pays(drafted, wanted, len(running)):
+            for seq, _ in drafted:
+                seq.proposal = ()
+            drafted, wanted = [], []
+        self.proposed = bool(drafted)
+        for seq, _ in drafted:
+            if seq.batch_row >= 0:
+                batch.leave(seq)
         if wanted and self.model is not None:
             self.model.draft(wanted, pool, len(running))
+
+    def _pays(self, drafted: list[WantedDrafts], wanted: list[WantedDrafts], rows: int) -> bool:
+        """Returns True if a step of ``rows`` rows should verify the drafts of all ``drafted`` sequences, of which a
+        model has yet to make those of ``wanted``. After ``RETRY`` steps without drafts one verifies them as a trial.
+        """
+        assert self.shapes is not None
+        gains = sum(seq.drafter.rates.gains(most)[-1] for seq, most in drafted if seq.drafter is not None)
+        plain, verified = self.shapes.count_tokens(rows, 0), self.shapes.count_tokens(rows, len(drafted))
+        made = max((most for _, most in wanted), default=0) * (self.model.seconds if self.model is not None else 0.0)
+        pays = pays_together(self.seconds, plain, verified, float(rows), gains, made)
+        if pays or self._skipped >= RETRY:
+            self._skipped = 0
+            return True
+        self._skipped += 1
+        return False
 
     def _count_of_model(self, seq: Sequence, running: int, tokens: int, expected: float) -> int:
         """Returns how many drafts of the model for ``seq`` pay in a step of ``tokens`` other tokens."""
@@ -226,7 +266,9 @@ class DraftScheduler:
         if most <= 0 or (config.rows and running > config.rows):
             return 0
         rates = (seq.drafter or self._make_drafter(seq)).rates
-        return most if config.always else choose_count(rates, self.seconds, most, tokens, expected, self.model.seconds)
+        if config.always or self.shapes is not None:
+            return most
+        return choose_count(rates, self.seconds, most, tokens, expected, self.model.seconds)
 
     def _most(self, seq: Sequence, known: int) -> int:
         """Returns how many drafts may follow the ``known`` tokens of ``seq``."""
@@ -242,6 +284,7 @@ class DraftScheduler:
         """Sets and returns the drafter of ``seq``."""
         draws = self.config.method == DRAFT_MODEL and not seq.request.params.greedy
         modes = DraftModes() if draws else None
+        self._skipped = 0
         seq.drafter = SequenceDrafter(self._make(seq), AcceptanceRates(self.config.drafts), modes)
         return seq.drafter
 
@@ -259,7 +302,7 @@ class DraftScheduler:
         ids = drafter.source.propose(seq.tokens, known, most).ids
         if ids:
             ids = cut_at(ids, seq.stops, self._limits.vocab)
-        if not ids or config.always:
+        if not ids or config.always or self.shapes is not None:
             return ids
         return ids[: choose_count(drafter.rates, self.seconds, len(ids), tokens, expected)]
 
@@ -317,8 +360,13 @@ class DraftScheduler:
     def learn(self, step: InFlightStep, now: float) -> None:
         """Records the duration of a step without prompts or images."""
         seconds, self._last = now - max(step.began, self._last), now
-        if step.tokens:
-            self.seconds.learn(step.tokens, seconds)
+        if not step.tokens:
+            return
+        tokens = step.tokens
+        if self.shapes is not None:
+            verified = sum(bool(seq.drafts) for seq in step.scheduled)
+            tokens = self.shapes.count_tokens(len(step.persistent) + len(step.scheduled), verified)
+        self.seconds.learn(tokens, seconds)
 
     def note(self, seq: Sequence, drafted: int, accepted: int) -> None:
         """Counts the drafts of a sequence that a step verified."""

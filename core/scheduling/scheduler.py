@@ -20,15 +20,10 @@ from trencadis.core.engine_stats import EngineStats
 from trencadis.core.kv.block_pool import BlockHashChain, BlockPool
 from trencadis.core.kv.recurrent_state_pool import StatePool
 from trencadis.core.media_spans import MediaSpan
-from trencadis.core.scheduling import step_builder
+from trencadis.core.scheduling import encoder_scheduler, step_builder
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
-from trencadis.core.scheduling.encoder_scheduler import (
-    EncoderCache,
-    EncoderScheduler,
-    VisionBuilder,
-    bidirectional_spans,
-    count_uncut,
-)
+from trencadis.core.scheduling.encoder_cache import EncoderCache
+from trencadis.core.scheduling.encoder_scheduler import EncoderScheduler, VisionBuilder, count_uncut
 from trencadis.core.scheduling.fair_order import TotalOrder, media_order
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.persistent_batch import MicroBatches, can_persist
@@ -322,7 +317,7 @@ class Scheduler:
         tokens, blocks, positions = tuple(seq.tokens[start:end]), tuple(seq.blocks), seq.positions_of(start, count)
         pool = seq.pool_of(start, count) if seq.request.pool else None
         spans = (
-            bidirectional_spans(seq, start, end, self.limits)
+            encoder_scheduler.bidirectional_spans(seq, start, end, self.limits)
             if self.limits.whole or self.limits.bidirectional_images
             else ()
         )

@@ -17,14 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.pooling_config import ALL, FIRST, LAST, MEAN
+from trencadis.core.checkpoint.pooling_description import ALL, FIRST, LAST, MEAN
 from trencadis.core.kv.block_pool import BlockHashChain
 from trencadis.core.media_spans import MediaSpan
+from trencadis.core.output_constraints import Repetition, repeats
 from trencadis.core.request import MAX_LOGPROBS, Delta, Request, RequestStats, TokenLogprob
 from trencadis.core.spec.draft_count import AcceptanceRates, DraftModes
 from trencadis.core.spec.draft_proposer import DraftProposer
-from trencadis.core.step import PENDING, Float32, Int32, Opening, Pooled, PoolSpan, Sample
-from trencadis.core.structured_outputs import Repetition, repeats
+from trencadis.core.step import PENDING, Float32, Int32, Opening, PoolSpan, Sample
+from trencadis.core.step_output import Pooled
 
 _MASK = (1 << 64) - 1
 AHEAD = 128
@@ -238,7 +239,7 @@ class Sequence:
         """Returns rotary positions int32 [3, count] of tokens [start, start + count)."""
         if self.positions is None:
             found = _on_all_axes(np.arange(start, start + count, dtype=np.int32))
-            if self.long:  # core/models/attention.py
+            if self.long:  # core/models/rotary_embedding.py
                 found[0] = 0
             return found
         return self._positions_from(self.positions, start, start + count)

@@ -23,10 +23,11 @@ from trencadis.core.scheduling.encoder_scheduler import VisionBuilder
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import NOTHING_FOUND, Filled, PrefixFound, Sequence, SequenceStatus
 from trencadis.core.shapes.step_times_and_chunk_budget import ChunkBudget, StepTimes, StepWork
-from trencadis.core.step import PENDING, AdapterUpload, Bias, Draw, HeadOutput, Opening, Reset, Row, TargetScores
+from trencadis.core.step import PENDING, AdapterUpload, Bias, Draw, Opening, Reset, Row
+from trencadis.core.step_output import HeadOutput, TargetScores
 
 if TYPE_CHECKING:
-    from trencadis.core.step import StepStats
+    from trencadis.core.step_output import StepStats
 
 
 ON_HOST = 0

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trencadis.core import envs
-from trencadis.core.buckets import DEFAULT_VISION_SLOTS
+from trencadis.core.buckets import DEFAULT_VISION_SLOTS, align_up
 from trencadis.core.device_shape_policy import Density
 from trencadis.core.errors import StartupError
-from trencadis.core.shared_constants import WINDOW_SLOTS, align_up
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 WIDE_GAP = 1024
 """A gap between two sizes of the default VISION list is wide if it has more slots than this and than half of the

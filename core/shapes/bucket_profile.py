@@ -20,7 +20,7 @@ from trencadis.core.json_types import JsonMapping
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import COARSE
 from trencadis.core.shapes.launch_costs import work_of
-from trencadis.core.shapes.learned_plan import HEADS, LearnedPlan, TooFewGraphs, learn_plan, thin_heads
+from trencadis.core.shapes.plan_from_recorded_needs import HEADS, LearnedPlan, TooFewGraphs, learn_plan, thin_heads
 from trencadis.core.shapes.shape_need_histogram import MAX_CELLS, NeedHistogram
 
 FORMAT = "trencadis bucket profile"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from trencadis.core.buckets import Bucket, Stage, padded_tokens, verified_width
 from trencadis.core.checkpoint.model_config import GATED, ModelConfig, TextConfig
 from trencadis.core.checkpoint.model_registry import family_of
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 
 @dataclass(frozen=True)

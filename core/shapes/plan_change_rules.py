@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket
-from trencadis.core.shape_learning_report import HELD, PUBLISHED, REVERTED, SMALL, SOON, UNSTEADY, WORSE
-from trencadis.core.shapes.learned_plan import expected_cost
+from trencadis.core.graph_plan_report import HELD, PUBLISHED, REVERTED, SMALL, SOON, UNSTEADY, WORSE
+from trencadis.core.shapes.plan_from_recorded_needs import expected_cost
 from trencadis.core.shapes.shape_need_histogram import NeedHistogram
 
 LEAST_GAIN = 0.03

@@ -12,10 +12,10 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from trencadis.core.buckets import ENCODER_SLOTS
+from trencadis.core.buckets import DRAFTED_ROWS, ENCODER_SLOTS
 from trencadis.core.checkpoint.model_config import SquareImage
 from trencadis.core.device_shape_policy import LARGEST
-from trencadis.core.shared_constants import DRAFTED_ROWS, WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,12 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.checkpoint.model_config import POST, ModelConfig, TextConfig
 from trencadis.core.checkpoint.model_registry import PLAIN_DECODER
-from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping, JsonObject
-from trencadis.core.shared_constants import HEAD_STATES
 from trencadis.core.spec.spec_config import EAGLE3, draft_flag, requested_speculation
-from trencadis.core.weight_files import HEAD_TABLE, stores_tensor
+from trencadis.core.weight_files import HEAD_STATES, HEAD_TABLE, stores_tensor
 
 HEAD = "Eagle3"
 """What the names of architectures of heads contain; the rest of a name is that of the target."""

@@ -6,7 +6,7 @@ wait for the weights that is little; for many rows it is as long as the drafts' 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 
 FIRST_RATE = 0.7
@@ -139,6 +139,53 @@ class StepSeconds:
     def ratio(self, tokens: int, more: int) -> float:
         """Returns by which factor ``more`` further tokens lengthen a step of ``tokens`` tokens; at least 1."""
         return max(self.estimate(tokens + more) / self.estimate(tokens), 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyShapes:
+    """What the text launches of a step compute on a device with planned shapes.
+
+    A launch of VERIFY costs the same for one draft as for all that fit in it.
+
+    Args:
+        decode, verify: rows of the planned launches, ascending.
+        width: tokens of a row of VERIFY.
+        mixed: all rows of a step share one launch; False: rows without drafts have a launch of their own.
+    """
+
+    decode: tuple[int, ...]
+    verify: tuple[int, ...]
+    width: int
+    mixed: bool
+
+    def count_tokens(self, rows: int, verified: int) -> int:
+        """Returns the tokens of a step of ``rows`` rows, ``verified`` of them with drafts, padding included."""
+        if not verified:
+            return _pad(self.decode, rows)
+        if self.mixed:
+            return _pad(self.verify, rows) * self.width
+        rest = _pad(self.decode, rows - verified) if rows > verified else 0
+        return _pad(self.verify, verified) * self.width + rest
+
+
+def _pad(sizes: tuple[int, ...], rows: int) -> int:
+    """Returns the smallest of ``sizes`` that holds ``rows``; ``rows`` if none does."""
+    at = bisect_left(sizes, rows)
+    return sizes[at] if at < len(sizes) else rows
+
+
+def pays_together(
+    seconds: StepSeconds, plain: int, verified: int, expected: float, gains: float, making: float = 0.0
+) -> bool:
+    """Returns True if a step that verifies drafts gives more tokens a second than one without.
+
+    Args:
+        plain, verified: tokens that both compute, padding included.
+        expected: ids that the step draws without drafts; ``gains``: those that are accepted in addition.
+        making: seconds that the drafts take to be made.
+    """
+    made = making / seconds.estimate(plain) if making and seconds.measured else 0.0
+    return (expected + gains) / (seconds.ratio(plain, max(verified - plain, 0)) + made) > expected
 
 
 def choose_count(

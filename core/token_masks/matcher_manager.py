@@ -14,7 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from trencadis.core.step import HeadOutput, Opening, UInt8
+from trencadis.core.step import Opening, UInt8
+from trencadis.core.step_output import HeadOutput
 from trencadis.core.token_masks.draft_masks import ChoiceRows, DraftFailure, DraftMasks, count_accepted
 from trencadis.core.token_masks.grammar_matcher import CompiledGrammars, GrammarMatcher, first_line
 from trencadis.core.token_masks.token_rule_matchers import (

@@ -12,8 +12,8 @@ from typing import Protocol, Self
 
 import numpy as np
 
+from trencadis.core.output_constraints import ThinkingBudget
 from trencadis.core.step import UInt8
-from trencadis.core.structured_outputs import ThinkingBudget
 
 
 class Matcher(Protocol):

@@ -3,15 +3,49 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.family_configs import gemma3
 from trencadis.core.json_types import JsonMapping
-from trencadis.core.shared_constants import WINDOW_SLOTS
-from trencadis.multimodal.gemma3.config import Gemma3VisionConfig
+from trencadis.core.vision_config import WINDOW_SLOTS, SharedMatrix
+from trencadis.multimodal.vit.tile_vision_config import SiglipVisionConfig
 from trencadis.multimodal.vit.vision_language_config import BLOCK_NAMES, PREFIXES, SIGLIP, read_vit_fields
+
+
+@dataclass(frozen=True)
+class Gemma3VisionConfig(SiglipVisionConfig):
+    """Configuration of Gemma-3's SigLIP tower.
+
+    An image is one tile; a row is the normed and projected mean of a cell's patches.
+    """
+
+    @property
+    def projector_weights(self) -> int:
+        """Number of weights of the projector, which no checkpoint quantises."""
+        return self.hidden * self.out_hidden
+
+    def projector_matrices(self, ranks: int) -> Iterator[SharedMatrix]:
+        yield from ()
+
+    def _projector_weights(self) -> int:
+        return self.projector_weights
+
+    def other_weights(self, ranks: int) -> int:
+        """Counts the position table, the last norm and the projector, which are whole on every rank."""
+        return (self.side**2 + 1) * self.hidden + self.norm_weights + self.projector_weights
+
+    def tables(self, unit: int = 1) -> int:
+        """Adds the bytes of the projector's norm, which is float32."""
+        return super().tables(unit) + 4 * self.hidden
+
+    def activations(self, slots: int, itemsize: int, ranks: int, unit: int = 1) -> int:
+        """Includes the means, which are computed in float32."""
+        leaving = slots * self.hidden * (4 * itemsize + 4)
+        return max(super().activations(slots, itemsize, ranks, unit), leaving)
+
 
 TEXT_DEFAULTS: JsonMapping = {
     "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,

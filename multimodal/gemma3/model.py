@@ -11,9 +11,9 @@ from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend
 from trencadis.core.models.linear_and_embedding import Linear, TowerLayer
 from trencadis.core.models.mlp_and_norms import LayerNorm, RMSNorm
-from trencadis.multimodal.gemma3.config import Gemma3VisionConfig
+from trencadis.multimodal.gemma3.family import Gemma3VisionConfig
 from trencadis.multimodal.gemma3.processor import read_settings
-from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation
+from trencadis.multimodal.pixel_normalisation import IMAGENET_STANDARD, PixelNormalisation
 from trencadis.multimodal.vit.tile_image_processor import has_processor_settings
 from trencadis.multimodal.vit.tile_vision_model import TileVisionModel
 

@@ -11,12 +11,14 @@ from torch import Tensor
 from trencadis.core.checkpoint.model_config import LAYER, RMS, ModelConfig
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Rotary, Segments, VisionTensors
-from trencadis.core.models.attention import HeadSpan, PartialRotarySource, inverse_frequencies
+from trencadis.core.launch_inputs import VisionInputs
+from trencadis.core.media_spans import SINK_ROW
+from trencadis.core.models.decoder_with_vision_tower import TowerDecoder
 from trencadis.core.models.linear_and_embedding import Linear
 from trencadis.core.models.mlp_and_norms import RMSNorm, norm_of
-from trencadis.core.models.tower_decoder import TowerDecoder
-from trencadis.core.shared_constants import SINK_ROW, WINDOW_SLOTS
-from trencadis.core.step import Encode, VisionInputs
+from trencadis.core.models.rotary_embedding import HeadSpan, PartialRotarySource, inverse_frequencies
+from trencadis.core.step import Encode
+from trencadis.core.vision_config import WINDOW_SLOTS
 from trencadis.multimodal.gemma4.config import MERGE, Gemma4VisionConfig, PatchEmbedConfig
 from trencadis.multimodal.gemma4.processor import PIXELS, UNIT_PIXELS
 from trencadis.multimodal.patch_packing import pack_whole_images, patch_coordinates

@@ -12,9 +12,9 @@ from PIL import Image
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import JsonMapping
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 from trencadis.multimodal.gemma4.config import MERGE, Gemma4VisionConfig, PatchEmbedConfig
-from trencadis.multimodal.normalisation import PixelNormalisation
+from trencadis.multimodal.pixel_normalisation import PixelNormalisation
 from trencadis.multimodal.processor_interface import ImageGeometry, PlaceholderRun
 from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,

@@ -13,14 +13,15 @@ from torch import Tensor
 from trencadis.core.checkpoint.model_config import RMS, ModelConfig
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, VisionTensors
-from trencadis.core.models.attention import vision_frequencies
+from trencadis.core.launch_inputs import VisionInputs
+from trencadis.core.models.decoder_with_vision_tower import AdaptedTowerDecoder
 from trencadis.core.models.linear_and_embedding import NO_ADAPTERS, ImageAdapters, Linear, TowerLayer
 from trencadis.core.models.mlp_and_norms import GatedMLP, LayerNorm, Norm, norm_of
-from trencadis.core.models.tower_decoder import AdaptedTowerDecoder
-from trencadis.core.step import Encode, VisionInputs
+from trencadis.core.models.rotary_embedding import vision_frequencies
+from trencadis.core.step import Encode
 from trencadis.multimodal.glm4v.config import CHANNELS, FRAMES, RULES, Glm4vVisionConfig, add_sampled_positions
-from trencadis.multimodal.normalisation import CLIP, PixelNormalisation
 from trencadis.multimodal.patch_packing import pack_whole_images
+from trencadis.multimodal.pixel_normalisation import CLIP, PixelNormalisation
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
 from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, run_blocks, scale_and_shift
 

@@ -19,7 +19,7 @@ from PIL import Image
 
 from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.errors import BadRequest
-from trencadis.multimodal import media_timing
+from trencadis.multimodal import media_timing_and_concurrency
 from trencadis.multimodal.decode_workers.worker_pool import Job, JobResult, WorkerPool
 from trencadis.multimodal.images.image_header import DAMAGED, MAX_IMAGE_PIXELS, Header
 from trencadis.multimodal.processor_interface import PreparedImage, Processor
@@ -132,7 +132,7 @@ class ImageDecoder:
         """
         begun = time.perf_counter()
         answer = await self.pool.run(self.job(header, len(data), processor), data)
-        media_timing.record_prepared(time.perf_counter() - begun, answer.values.get("resize_seconds"))
+        media_timing_and_concurrency.record_prepared(time.perf_counter() - begun, answer.values.get("resize_seconds"))
         # In a thread: digests of a dozen tiles take milliseconds.
         return await self.run(partial(image_from_answer, answer, header, processor, digest))
 

@@ -16,14 +16,14 @@ from PIL import Image
 from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.errors import BadRequest, attach_param
 from trencadis.core.host_memory import limited_budget
-from trencadis.multimodal import media_timing
-from trencadis.multimodal.async_gather import gather_or_cancel
+from trencadis.multimodal import media_timing_and_concurrency
 from trencadis.multimodal.decode_workers.worker_pool import MAX_WORKERS, MEMORY_BUDGET, WorkerPool
 from trencadis.multimodal.images.image_decode_client import ImageDecoder, array_to_image, is_array
 from trencadis.multimodal.images.image_header import MAX_IMAGE_PIXELS, Header, inspect_header
 from trencadis.multimodal.images.pil_decode import load_pil_image
 from trencadis.multimodal.images.processor_cache import ProcessorCache
 from trencadis.multimodal.media_options import NO_OPTIONS, NO_SCOPE, MediaPart, MediaScope
+from trencadis.multimodal.media_timing_and_concurrency import gather_or_cancel
 from trencadis.multimodal.media_uuids import UuidRegistry, make_miss_error
 from trencadis.multimodal.processor_interface import PreparedImage, Processor
 from trencadis.multimodal.sources.media_loader import MediaLoader, MediaPermits, is_web_url
@@ -182,7 +182,7 @@ class ImageFrontend:
         return made
 
     async def _download(self, url: str, path: str) -> bytes:
-        with media_timing.time_stage("fetch"):
+        with media_timing_and_concurrency.time_stage("fetch"):
             return await self.loader.load(url, path)
 
     async def _prepare_by_uuid(self, part: MediaPart, scope: MediaScope, processor: Processor) -> PreparedImage:
@@ -201,7 +201,7 @@ class ImageFrontend:
         source = part.source
         if is_array(source) or isinstance(source, Image.Image):
             return await self._open_decoded(source, processor)
-        with media_timing.time_stage("fetch"):
+        with media_timing_and_concurrency.time_stage("fetch"):
             data = await self.loader.load(source, part.path) if isinstance(source, str | Path) else source
         if not isinstance(data, bytes):
             raise BadRequest(NO_IMAGE)
@@ -220,7 +220,7 @@ class ImageFrontend:
         begun = time.perf_counter()
         made = await self.decoder.run(partial(processor.prepare, image, digest))
         seconds = time.perf_counter() - begun
-        media_timing.record_prepared(seconds, seconds)
+        media_timing_and_concurrency.record_prepared(seconds, seconds)
         return made
 
     def _load_pil(self, image: Image.Image) -> tuple[Image.Image, str]:

@@ -10,14 +10,15 @@ from torch import Tensor
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import Backend, Ops, VisionTensors
+from trencadis.core.launch_inputs import VisionInputs
+from trencadis.core.models.decoder_with_vision_tower import TowerDecoder
 from trencadis.core.models.linear_and_embedding import ColumnParallelLinear, ColumnPart, Linear, RowParallelLinear
 from trencadis.core.models.mlp_and_norms import norm_of
-from trencadis.core.models.tower_decoder import TowerDecoder
-from trencadis.core.step import Encode, VisionInputs
+from trencadis.core.step import Encode
 from trencadis.multimodal.lfm2_vl.config import Lfm2VisionConfig, add_resized_positions
 from trencadis.multimodal.lfm2_vl.processor import load_normalisation
-from trencadis.multimodal.normalisation import PixelNormalisation
 from trencadis.multimodal.patch_packing import pack_whole_images
+from trencadis.multimodal.pixel_normalisation import PixelNormalisation
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS
 from trencadis.multimodal.vit.tile_vision_model import CELL_EPS
 from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift

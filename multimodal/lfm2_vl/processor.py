@@ -10,13 +10,14 @@ from functools import lru_cache
 import numpy as np
 from PIL import Image
 
+from trencadis.core.buckets import align_up
 from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import JsonMapping, JsonObject
-from trencadis.core.shared_constants import WINDOW_SLOTS, align_up
+from trencadis.core.vision_config import WINDOW_SLOTS
 from trencadis.multimodal.lfm2_vl.config import Lfm2VisionConfig
-from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation, read_normalisation
+from trencadis.multimodal.pixel_normalisation import IMAGENET_STANDARD, PixelNormalisation, read_normalisation
 from trencadis.multimodal.processor_interface import PROCESSOR_FILES, ImageGeometry, Layout, PlaceholderRun
 from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,

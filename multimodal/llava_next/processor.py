@@ -15,7 +15,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.llava.processor import read_settings
-from trencadis.multimodal.llava_next.config import NEWLINE, LlavaNextVisionConfig, Size, read_grid_pinpoints
+from trencadis.multimodal.llava_next.family import NEWLINE, LlavaNextVisionConfig, Size, read_grid_pinpoints
 from trencadis.multimodal.processor_interface import ImageGeometry, Layout, PlaceholderRun
 from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,

@@ -11,15 +11,16 @@ from torch.nn import functional
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Rotary, Segments, VisionTensors
+from trencadis.core.launch_inputs import VisionInputs
+from trencadis.core.models.decoder_with_vision_tower import TowerDecoder
 from trencadis.core.models.linear_and_embedding import Linear
 from trencadis.core.models.mlp_and_norms import norm_of
-from trencadis.core.models.tower_decoder import TowerDecoder
-from trencadis.core.shared_constants import WINDOW_SLOTS
-from trencadis.core.step import Encode, VisionInputs
+from trencadis.core.step import Encode
+from trencadis.core.vision_config import WINDOW_SLOTS
 from trencadis.multimodal.minicpmv4_6.config import SIDE, WINDOW, MiniCPMVisionConfig
 from trencadis.multimodal.minicpmv4_6.processor import load_normalisation, nearest_positions
-from trencadis.multimodal.normalisation import PixelNormalisation
 from trencadis.multimodal.patch_packing import pack_whole_images
+from trencadis.multimodal.pixel_normalisation import PixelNormalisation
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS
 from trencadis.multimodal.vit.tile_vision_model import TilePatchEmbed
 from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift

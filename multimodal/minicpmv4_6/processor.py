@@ -12,14 +12,15 @@ from functools import lru_cache
 import numpy as np
 from PIL import Image
 
+from trencadis.core.buckets import align_up
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.core.media_spans import MediaSpan
-from trencadis.core.shared_constants import WINDOW_SLOTS, align_up
 from trencadis.core.step import Int32
+from trencadis.core.vision_config import WINDOW_SLOTS
 from trencadis.multimodal.minicpmv4_6.config import SIDE, MiniCPMVisionConfig
-from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation, read_normalisation
 from trencadis.multimodal.patch_packing import MAX_ASPECT, patch_coordinates
+from trencadis.multimodal.pixel_normalisation import IMAGENET_STANDARD, PixelNormalisation, read_normalisation
 from trencadis.multimodal.placeholders import expand_placeholders
 from trencadis.multimodal.processor_interface import ImageGeometry, Layout, Media, PlaceholderRun, PreparedImage
 from trencadis.multimodal.vit.tile_image_processor import (

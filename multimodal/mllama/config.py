@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from trencadis.core.buckets import align_up
 from trencadis.core.checkpoint.decoder_config_parsers import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.shared_constants import WINDOW_SLOTS, align_up
-from trencadis.core.vision_config import SharedMatrix, SlotForm
+from trencadis.core.vision_config import WINDOW_SLOTS, SharedMatrix, SlotForm
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS, TileVisionConfig
 from trencadis.multimodal.vit.vision_language_config import read_square_side
 from trencadis.multimodal.vit.vit_config import ViTConfig

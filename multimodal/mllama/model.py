@@ -11,17 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trencadis.core.buckets import align_up
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, Segments, VisionTensors
-from trencadis.core.models.cross_attention_decoder import CrossAttentionDecoder
+from trencadis.core.launch_inputs import VisionInputs
+from trencadis.core.media_spans import SINK_ROW
+from trencadis.core.models.image_cross_attention import CrossAttentionDecoder
 from trencadis.core.models.linear_and_embedding import Linear, RowParallelLinear
 from trencadis.core.models.mlp_and_norms import Norm, norm_of
-from trencadis.core.shared_constants import SINK_ROW, WINDOW_SLOTS, align_up
-from trencadis.core.step import Encode, Int32, VisionInputs
+from trencadis.core.step import Encode, Int32
+from trencadis.core.vision_config import WINDOW_SLOTS
 from trencadis.multimodal.mllama.config import MllamaVisionConfig, supported_aspect_ratios
 from trencadis.multimodal.mllama.processor import read_normalisation_settings
-from trencadis.multimodal.normalisation import PixelNormalisation
+from trencadis.multimodal.pixel_normalisation import PixelNormalisation
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS
 from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift
 

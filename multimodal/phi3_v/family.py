@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.family_configs import phi3
-from trencadis.multimodal.llava.config import CLIP_NAMES
-from trencadis.multimodal.phi3_v.config import Phi3VVisionConfig
+from trencadis.multimodal.llava.family import CLIP_NAMES, ClipVisionConfig
+from trencadis.multimodal.pixel_normalisation import PLANES
 from trencadis.multimodal.vit.vision_language_config import ViTDefaults, read_image_token, read_vit_fields
+
+NEWLINE, SEPARATOR = range(2)
+"""Constant rows: the first follows each line of cells, the second separates an image's tiles from the whole image."""
+
+
+@dataclass(frozen=True)
+class Phi3VVisionConfig(ClipVisionConfig):
+    """CLIP over tiles whose values have three bytes each (``bytes_per_value``)."""
+
+    constants: ClassVar[int] = 2
+    without_adapters: ClassVar[tuple[str, ...]] = ("visual.projector",)  # which the constant rows pass, too
+    bytes_per_value: ClassVar[int] = PLANES
+
 
 IMAGE_TOKEN = 32044
 CLIP_MODEL = "openai/clip-vit-large-patch14-336"

@@ -13,18 +13,18 @@ from typing import ClassVar
 import numpy as np
 from PIL import Image
 
+from trencadis.core.buckets import align_up
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import JsonMapping
-from trencadis.core.shared_constants import align_up
-from trencadis.multimodal.normalisation import (
+from trencadis.multimodal.phi3_v.family import NEWLINE, SEPARATOR, Phi3VVisionConfig
+from trencadis.multimodal.pixel_normalisation import (
     CLIP,
     downscale_bicubic,
     encode_bytes,
     encode_fixed_point,
     read_normalisation,
 )
-from trencadis.multimodal.phi3_v.config import NEWLINE, SEPARATOR, Phi3VVisionConfig
 from trencadis.multimodal.processor_interface import ImageGeometry, Layout, PlaceholderRun
 from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,

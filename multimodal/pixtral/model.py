@@ -13,7 +13,7 @@ from torch import Tensor
 from trencadis.core.checkpoint.model_config import RMS, ModelConfig
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, VisionTensors
-from trencadis.core.models.attention import inverse_frequencies
+from trencadis.core.launch_inputs import VisionInputs
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.linear_and_embedding import (
     ColumnParallelLinear,
@@ -24,9 +24,10 @@ from trencadis.core.models.linear_and_embedding import (
     replicate_layers,
 )
 from trencadis.core.models.mlp_and_norms import Norm, norm_of
-from trencadis.core.step import Encode, VisionInputs
-from trencadis.multimodal.normalisation import PixelNormalisation
+from trencadis.core.models.rotary_embedding import inverse_frequencies
+from trencadis.core.step import Encode
 from trencadis.multimodal.patch_packing import pack_whole_images
+from trencadis.multimodal.pixel_normalisation import PixelNormalisation
 from trencadis.multimodal.pixtral.config import EPS, PixtralVisionConfig
 from trencadis.multimodal.pixtral.processor import load_normalisation
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS

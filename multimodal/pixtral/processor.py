@@ -10,10 +10,11 @@ from math import floor
 import numpy as np
 from PIL import Image
 
+from trencadis.core.buckets import align_up
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.json_types import JsonMapping
-from trencadis.core.shared_constants import WINDOW_SLOTS, align_up
-from trencadis.multimodal.normalisation import CLIP, PixelNormalisation, read_normalisation
+from trencadis.core.vision_config import WINDOW_SLOTS
+from trencadis.multimodal.pixel_normalisation import CLIP, PixelNormalisation, read_normalisation
 from trencadis.multimodal.pixtral.config import PixtralVisionConfig
 from trencadis.multimodal.processor_interface import ImageGeometry, Layout, PlaceholderRun
 from trencadis.multimodal.vit.tile_image_processor import (

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.device.backend import Backend
-from trencadis.core.step import Encode, VisionInputs
+from trencadis.core.launch_inputs import VisionInputs
+from trencadis.core.step import Encode
 from trencadis.multimodal.qwen2_5_vl.window_packing import pack_windows
 from trencadis.multimodal.qwen2_vl.model import Qwen2VL
 

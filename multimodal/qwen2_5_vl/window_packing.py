@@ -14,8 +14,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.core.shared_constants import SINK_ROW, WINDOW_SLOTS
-from trencadis.core.step import Encode, Int32, VisionInputs
+from trencadis.core.launch_inputs import VisionInputs
+from trencadis.core.media_spans import SINK_ROW
+from trencadis.core.step import Encode, Int32
+from trencadis.core.vision_config import WINDOW_SLOTS
 from trencadis.multimodal.qwen2_vl.config import MERGE, WINDOW_CELLS
 
 CELL = MERGE * MERGE

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trencadis.core.buckets import align_up
 from trencadis.core.checkpoint.model_config import LAYER, RMS, ModelConfig
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, VisionTensors
-from trencadis.core.models.attention import vision_frequencies
+from trencadis.core.launch_inputs import VisionInputs
+from trencadis.core.models.decoder_with_vision_tower import AdaptedTowerDecoder
 from trencadis.core.models.linear_and_embedding import (
     NO_ADAPTERS,
     ColumnParallelLinear,
@@ -25,11 +27,10 @@ from trencadis.core.models.linear_and_embedding import (
     TowerLayer,
 )
 from trencadis.core.models.mlp_and_norms import Norm, norm_of
-from trencadis.core.models.tower_decoder import AdaptedTowerDecoder
-from trencadis.core.shared_constants import align_up
-from trencadis.core.step import Encode, VisionInputs
-from trencadis.multimodal.normalisation import CLIP, PixelNormalisation
+from trencadis.core.models.rotary_embedding import vision_frequencies
+from trencadis.core.step import Encode
 from trencadis.multimodal.patch_packing import pack_whole_images
+from trencadis.multimodal.pixel_normalisation import CLIP, PixelNormalisation
 from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
 from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, run_blocks, scale_and_shift

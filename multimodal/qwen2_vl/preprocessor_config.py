@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.core.json_types import Json, JsonMapping
-from trencadis.multimodal.normalisation import CLIP, PixelNormalisation, read_normalisation
+from trencadis.multimodal.pixel_normalisation import CLIP, PixelNormalisation, read_normalisation
 from trencadis.multimodal.qwen2_vl.config import MERGE, PATCH, TEMPORAL
 
 MIN_PIXELS, MAX_PIXELS = 3136, 28 * 28 * 1280

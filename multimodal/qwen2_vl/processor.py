@@ -21,8 +21,8 @@ from trencadis.multimodal.media_options import (
     refuse_num_crops,
     server_options,
 )
-from trencadis.multimodal.normalisation import CLIP_MEAN, CLIP_STD, PerChannel
 from trencadis.multimodal.patch_packing import Grid, check_aspect, count_slots, count_tokens, patch_grid
+from trencadis.multimodal.pixel_normalisation import CLIP_MEAN, CLIP_STD, PerChannel
 from trencadis.multimodal.processor_interface import ImageGeometry, PreparedImage
 from trencadis.multimodal.qwen2_vl.config import MERGE, PATCH, TEMPORAL, WINDOW_PATCHES
 from trencadis.multimodal.qwen2_vl.preprocessor_config import QWEN_RULES, ProcessorRules, read_preprocessor_config

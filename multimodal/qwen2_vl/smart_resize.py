@@ -17,7 +17,7 @@ from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, Squa
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.shapes.bucket_options import PlannedImageSize, parse_image_sizes
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 from trencadis.multimodal.media_options import check_pixel_limits, server_options
 from trencadis.multimodal.patch_packing import MAX_ASPECT, check_aspect, count_slots, count_tokens, patch_grid
 from trencadis.multimodal.processor_interface import ImageGeometry

@@ -12,7 +12,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from trencadis.core.step import Encode, Float32, Int32, VisionInputs
+from trencadis.core.launch_inputs import VisionInputs
+from trencadis.core.step import Encode, Float32, Int32
 from trencadis.core.vision_config import SharedMatrix, SlotForm
 from trencadis.multimodal.patch_packing import add_positions, join_neighbours, patch_coordinates
 from trencadis.multimodal.vit.vit_config import ViTConfig

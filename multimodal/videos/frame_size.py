@@ -12,8 +12,7 @@ import math
 from trencadis.core.errors import BadRequest, TooLarge
 from trencadis.multimodal.media_options import CLIP_TOKENS, NO_OPTIONS, MediaOptions
 from trencadis.multimodal.patch_packing import check_aspect
-from trencadis.multimodal.videos.frame_limits import FrameLimits
-from trencadis.multimodal.videos.frame_sampling import FRAMES_PER_PATCH, FrameSampling
+from trencadis.multimodal.videos.frame_sampling import FRAMES_PER_PATCH, FrameLimits, FrameSampling
 
 IMAGE_TOKENS = (4, 16384)
 """Minimum and maximum tokens of a frame of a list, before all frames are resized to one size."""

@@ -17,15 +17,15 @@ from PIL import Image
 
 from trencadis.core.errors import BadRequest, TooLarge, attach_param
 from trencadis.core.json_types import Json, JsonObject
-from trencadis.core.shared_constants import MAX_CLIP_FRAMES, MAX_CLIP_SECONDS
-from trencadis.multimodal import media_timing
-from trencadis.multimodal.async_gather import gather_or_cancel
+from trencadis.multimodal import media_timing_and_concurrency
 from trencadis.multimodal.decode_workers.worker_pool import Job, JobResult
 from trencadis.multimodal.images.image_decode_client import ImageDecoder, array_to_frames, array_to_image, is_array
 from trencadis.multimodal.images.image_frontend import cache_key, content_digest
 from trencadis.multimodal.images.pil_decode import load_pil_image
 from trencadis.multimodal.images.processor_cache import ProcessorCache, Unshared
 from trencadis.multimodal.media_options import (
+    MAX_CLIP_FRAMES,
+    MAX_CLIP_SECONDS,
     NO_OPTIONS,
     NO_SCOPE,
     MediaOptions,
@@ -33,12 +33,12 @@ from trencadis.multimodal.media_options import (
     MediaScope,
     refuse_num_crops,
 )
+from trencadis.multimodal.media_timing_and_concurrency import gather_or_cancel
 from trencadis.multimodal.media_uuids import UuidRegistry, make_miss_error
 from trencadis.multimodal.patch_packing import count_slots, count_tokens
 from trencadis.multimodal.processor_interface import PreparedImage, PreparedVideo, VideoProcessor
 from trencadis.multimodal.sources.media_loader import MediaLoader, MediaPermits, is_web_url
-from trencadis.multimodal.videos.frame_limits import FrameLimits
-from trencadis.multimodal.videos.frame_sampling import FRAMES_PER_PATCH
+from trencadis.multimodal.videos.frame_sampling import FRAMES_PER_PATCH, FrameLimits
 from trencadis.multimodal.videos.video_job import FramePart
 
 FRAME_PIXELS = 1 << 26
@@ -218,7 +218,7 @@ class VideoFrontend:
         job = Job("video", options, DECODE_SECONDS, memory, reply)
         begun = time.perf_counter()
         answer = await self.decoder.pool.run(job, content.data)
-        media_timing.record_prepared(time.perf_counter() - begun, answer.values.get("resize_seconds"))
+        media_timing_and_concurrency.record_prepared(time.perf_counter() - begun, answer.values.get("resize_seconds"))
         if isinstance(text := answer.values.get("no_room"), str):
             raise Unshared(BadRequest(text))
         return await self.decoder.run(partial(video_from_answer, answer, self.frames, digest, self.limits.frames))
@@ -226,7 +226,7 @@ class VideoFrontend:
     # Bytes
 
     async def _timed_load(self, part: MediaPart) -> VideoContent:
-        with media_timing.time_stage("fetch"):
+        with media_timing_and_concurrency.time_stage("fetch"):
             return await self._load_content(part)
 
     async def _load_content(self, part: MediaPart) -> VideoContent:

@@ -16,9 +16,9 @@ from trencadis.multimodal.images.image_header import inspect_header
 from trencadis.multimodal.images.pil_decode import decode, load_pil_image
 from trencadis.multimodal.media_options import MediaOptions
 from trencadis.multimodal.patch_packing import MERGE, PATCH
-from trencadis.multimodal.videos.frame_limits import FrameLimits
 from trencadis.multimodal.videos.frame_sampling import (
     FRAMES_PER_PATCH,
+    FrameLimits,
     FrameSampling,
     sample_clip_frames,
     sample_frame_list,

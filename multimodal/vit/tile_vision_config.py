@@ -10,8 +10,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from trencadis.core.shared_constants import WINDOW_SLOTS, align_up
-from trencadis.core.vision_config import SharedMatrix, SlotForm
+from trencadis.core.buckets import align_up
+from trencadis.core.vision_config import WINDOW_SLOTS, SharedMatrix, SlotForm
 from trencadis.multimodal.vit.vit_config import ViTConfig
 
 CHANNELS = 3

@@ -14,6 +14,8 @@ from torch.nn import functional
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, Segments, VisionTensors
+from trencadis.core.launch_inputs import VisionInputs
+from trencadis.core.media_spans import RESERVED_ROWS, SINK_ROW
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.interface import Persistent
 from trencadis.core.models.linear_and_embedding import (
@@ -25,9 +27,9 @@ from trencadis.core.models.linear_and_embedding import (
     replicate_layers,
 )
 from trencadis.core.models.mlp_and_norms import Norm, norm_of
-from trencadis.core.shared_constants import RESERVED_ROWS, SINK_ROW, WINDOW_SLOTS
-from trencadis.core.step import Encode, VisionInputs
-from trencadis.multimodal.normalisation import OFFSET, PLANE_WEIGHTS, PLANES, PixelNormalisation
+from trencadis.core.step import Encode
+from trencadis.core.vision_config import WINDOW_SLOTS
+from trencadis.multimodal.pixel_normalisation import OFFSET, PLANE_WEIGHTS, PLANES, PixelNormalisation
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS, TileVisionConfig
 from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift
 

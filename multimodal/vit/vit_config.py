@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trencadis.core.shared_constants import align_up
+from trencadis.core.buckets import align_up
 from trencadis.core.vision_config import SharedMatrix, VisionConfig
 
 STREAMS = 4

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from trencadis.core.errors import StartupError
-from trencadis.core.flag_options import FlagValue
+from trencadis.core.flag_declaration import FlagValue
 from trencadis.core.json_types import JsonObject
 from trencadis.server.bench import offline_benchmarks
 from trencadis.server.bench.bench_command import OneLineParser

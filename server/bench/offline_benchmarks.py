@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trencadis.core.errors import StartupError
-from trencadis.core.flag_options import FlagValue
+from trencadis.core.flag_declaration import FlagValue
 from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.bench import bench_command
 from trencadis.server.bench.bench_command import OneLineParser
 from trencadis.server.bench.datasets import BenchSample, make_samples
 from trencadis.server.config import command_line_parser
-from trencadis.server.config.flags import get_flag_table
+from trencadis.server.config.flag_table_and_lookup import get_flag_table
 
 if TYPE_CHECKING:
     from trencadis import LLM

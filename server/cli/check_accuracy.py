@@ -17,8 +17,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.process import torch_detection
 from trencadis.core.request import SamplingParams
-from trencadis.server.bench.accuracy_items import AccuracyItem, ItemMaker, find_languages
-from trencadis.server.bench.accuracy_scores import (
+from trencadis.server.bench.accuracy_statistics import (
     AccuracyRun,
     ScoreRow,
     as_json,
@@ -26,7 +25,8 @@ from trencadis.server.bench.accuracy_scores import (
     paired_difference,
     score_rows,
 )
-from trencadis.server.cli.flag_parser import parse_options, print_help_if_asked
+from trencadis.server.bench.drawn_accuracy_items import AccuracyItem, ItemMaker, find_languages
+from trencadis.server.cli.subcommand_flag_parser import parse_options, print_help_if_asked
 from trencadis.server.config import model_download
 from trencadis.server.processes import signals_and_logging
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
 from trencadis.core.process import torch_detection
-from trencadis.server.cli.flag_parser import print_help_if_asked
+from trencadis.server.cli.subcommand_flag_parser import print_help_if_asked
 from trencadis.server.processes import signals_and_logging
 
 USAGE = """\

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.family import CLASSIFY, GENERATE, Family
-from trencadis.core.checkpoint.pooling_config import ALL
+from trencadis.core.checkpoint.pooling_description import ALL
 from trencadis.core.errors import StartupError
-from trencadis.server.cli.flag_parser import print_help_if_asked
+from trencadis.server.cli.subcommand_flag_parser import print_help_if_asked
 
 USAGE = """\
 usage: trencadis models

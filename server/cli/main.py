@@ -33,17 +33,17 @@ usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server 
 """
 
 MODULES = {
-    "chat": "trencadis.server.cli.chat_command",
-    "complete": "trencadis.server.cli.chat_command:complete_main",
+    "chat": "trencadis.server.cli.chat_and_complete_commands",
+    "complete": "trencadis.server.cli.chat_and_complete_commands:complete_main",
     "run-batch": "trencadis.server.cli.run_batch",
     "bench": "trencadis.server.bench.bench_command",
     "plan": "trencadis.server.plan.plan_command",
-    "quantize": "trencadis.server.cli.quantize",
-    "merge-lora": "trencadis.server.cli.quantize:merge_lora_main",
-    "check-backend": "trencadis.server.cli.check_backend",
-    "check-model": "trencadis.server.cli.check_backend:check_model_main",
+    "quantize": "trencadis.server.cli.quantize_and_merge_lora_commands",
+    "merge-lora": "trencadis.server.cli.quantize_and_merge_lora_commands:merge_lora_main",
+    "check-backend": "trencadis.server.cli.check_backend_and_model_commands",
+    "check-model": "trencadis.server.cli.check_backend_and_model_commands:check_model_main",
     "check-accuracy": "trencadis.server.cli.check_accuracy",
-    "key": "trencadis.server.tenants.new_key",
+    "key": "trencadis.server.tenants.tenant_registry:print_new_key",
     "models": "trencadis.server.cli.list_models",
     "collect-env": "trencadis.server.cli.collect_env",
 }
@@ -96,15 +96,14 @@ def serve_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(words: Sequence[str]) -> int:
-    from trencadis.server.config import command_line_parser
-    from trencadis.server.config import help_text as helptext
+    from trencadis.server.config import command_line_parser, help_text
 
     if words in (["--version"], ["-V"]):
         print(__version__)
         return 0
     given = command_line_parser.parse(words)
     if given.help is not None:
-        print(helptext.make_help_text(given.help), end="")
+        print(help_text.make_help_text(given.help), end="")
         return 0
     signals_and_logging.raise_early_stop()
     from trencadis.server.cli.serve import serve

@@ -53,7 +53,7 @@ def serve(settings: Settings) -> int:
         log.info("%s", line)
     lie = topology(settings.engine, os.environ)
     if not lie.leads:
-        from trencadis.core.executor.engine_connection import run_headless
+        from trencadis.core.executor.headless_ranks import run_headless
 
         return run_headless(find_model(settings).engine, lie, os.environ, again=not lie.alone)
     if lie.over_hosts and settings.server.data_parallel_size > 1:

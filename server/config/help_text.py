@@ -1,21 +1,14 @@
-"""Texts of ``--help``, ``--help=all``, ``--help=FLAG`` and ``--help=server|engine|legacy``; reference pages of flags.
-
-The pages are docs/configuration.md with its variables, and the table of docs/migrating-from-vllm.md.
-"""
+"""Texts of ``--help``, ``--help=all``, ``--help=FLAG`` and ``--help=server|engine|legacy``."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable
 
-from trencadis.core import envs
 from trencadis.core.errors import StartupError
-from trencadis.core.flag_options import MOST, YEAR
-from trencadis.server.config import vllm_env_compatibility as variables_of_vllm
-from trencadis.server.config.flags import Flag, find_flag, get_flag_table, get_flag_variables
+from trencadis.server.config.flag_table_and_lookup import Flag, find_flag, get_flag_table
 from trencadis.server.config.vllm_flag_row import FREE, MEANS, REFUSED, FlagRow
-from trencadis.server.config.vllm_flag_table import ROWS, SHORT
+from trencadis.server.config.vllm_flag_table import ROWS
 
 USAGE = """\
 usage: trencadis serve [MODEL] [--flag value ...]
@@ -94,126 +87,3 @@ def _format_vllm_flags() -> str:
 
     parts = [f"{title}:\n{names(r for r in ROWS.values() if r.verdict == v)}\n" for v, title in TITLES.items()]
     return "\n".join([*parts, "--help=FLAG says more about one of them.\n"])
-
-
-HEAD = f"""\
-# Configuration
-
-Made by `tools/gen_flags.py` from the fields of `EngineConfig` and `ServerConfig` and from `core/envs.py`; do not edit.
-A flag wins over the file of `--config`, the file over the environment, the environment over the default. Flags that
-only vLLM has are listed in [Migrating from vLLM](migrating-from-vllm.md#flags-of-vllm).
-
-## Flags
-
-```
-{USAGE}```
-
-`trencadis.LLM` takes the flags of the engine as keywords: `--max-model-len 4k` is `max_model_len=4000` or
-`max_model_len="4k"`. A file of `--config` holds the same names. Numbers outside their bounds are refused.
-"""
-
-
-def make_configuration_page() -> str:
-    """Returns docs/configuration.md: all flags by group, then all environment variables."""
-    return make_flags_section() + "\n" + envs.markdown(_list_flag_variables(), variables_of_vllm.TABLE)
-
-
-def make_flags_section() -> str:
-    """Returns the head of docs/configuration.md and its tables of flags."""
-    lines = [HEAD]
-    for owner, title in GROUPS.items():
-        lines += [
-            f"### {title}",
-            "",
-            "| flag | value | default | bounds | variable | meaning |",
-            "|---|---|---|---|---|---|",
-        ]
-        lines += [_format_row(flag) for flag in get_flag_table().values() if flag.owner == owner and not flag.hidden]
-        lines.append("")
-    return "\n".join(lines)
-
-
-VLLM_FLAGS_HEAD = """\
-## Flags of vLLM
-
-Written by `tools/gen_flags.py` from the rows of `server/config/vllm_flag_table.py`; do not edit from here on.
-
-These are the flags of vLLM 0.6 to 0.33 that are not in [Flags](configuration.md#flags). None is ignored in silence: a
-flag without effect prints one line that says why, and a flag that would change something stops the start, unless its
-value describes what happens anyway (as a rule vLLM's default). `--help=FLAG` prints its row.
-"""
-BEGIN, END = "<!-- made by tools/gen_flags.py -->", "<!-- end of the table -->"
-VERDICTS = {
-    MEANS: ("Done by flags of ours", "our flag"),
-    FREE: ("Without effect", "why it changes no answer and no limit"),
-    REFUSED: ("Refused", "what is so instead"),
-}
-
-
-def make_migration_page(text: str) -> str:
-    """Returns ``text``, which is docs/migrating-from-vllm.md, with its table of vLLM's flags made anew."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{make_vllm_flags_section()}\n{END}{rest.partition(END)[2]}"
-
-
-def make_vllm_flags_section() -> str:
-    """Returns the tables of vLLM's flags: done by flags of ours, without effect, refused."""
-    lines = [VLLM_FLAGS_HEAD]
-    for verdict, (title, column) in VERDICTS.items():
-        rows = [part for row in ROWS.values() for part in _list_keys(row) if part.verdict == verdict]
-        lines += [f"### {title}", "", f"| flag | value | {column} | taken in silence |", "|---|---|---|---|"]
-        lines += [_format_vllm_flag(row) for row in sorted(rows, key=lambda row: row.name)]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _list_keys(row: FlagRow) -> Iterator[FlagRow]:
-    """Yields a row, and the rows of its keys."""
-    yield row
-    for key in row.keys:
-        yield replace(key, name=f"{row.name}.{key.name}")
-
-
-def _format_vllm_flag(row: FlagRow) -> str:
-    written = [row.written, *("-" + short for short, name in SHORT.items() if name == row.name)]
-    silent = ", ".join(f"`{str(value).lower()}`" for value in row.neutral)
-    return f"| {', '.join(f'`{name}`' for name in written)} | {row.kind} | {_escape_cell(row.why)} | {silent} |"
-
-
-def _format_row(flag: Flag) -> str:
-    dashes = "--[no-]" if flag.kind == "bool" else "--"
-    names = [("-" if len(name) <= 2 else dashes) + name.replace("_", "-") for name in (flag.name, *flag.aliases)]
-    shown = ", ".join(f"`{name}`" for name in names)
-    value = ", ".join(f"`{choice}`" for choice in flag.choices) or flag.kind
-    default = "" if flag.default in (None, "", [], {}) else f"`{_format_default(flag)}`"
-    variables_ = ", ".join(f"`{name}`" for name in flag.env)
-    return f"| {shown} | {value} | {default} | {_format_bounds(flag)} | {variables_} | {_escape_cell(flag.help)} |"
-
-
-def _format_bounds(flag: Flag) -> str:
-    """Formats the bounds of a flag; only the lower one if the upper one just rejects absurd values."""
-    bound = flag.bound
-    if bound is None or -bound.least > MOST:
-        return ""
-    if bound.most >= MOST or bound.most == YEAR:
-        return f"{'more than' if bound.above else 'at least'} {bound.least}"
-    return f"`{bound.span}`"
-
-
-def _format_default(flag: Flag) -> str:
-    if isinstance(flag.default, bool):
-        return str(flag.default).lower()
-    return " ".join(flag.default) if isinstance(flag.default, list) else str(flag.default)
-
-
-def _escape_cell(text: str) -> str:
-    """Escapes a text for a table cell."""
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("{", "\\{")
-
-
-def _list_flag_variables() -> Iterator[envs.Env]:
-    for name, flag in get_flag_variables().items():
-        meaning = flag.help if name == flag.env[0] else f"older name of `{flag.env[0]}`"
-        kind = "secret" if flag.secret else flag.kind.replace("upper", "str")
-        default = "" if flag.default in (None, "", [], {}) else _format_default(flag)
-        yield envs.Env(name, kind, default, f"{_escape_cell(meaning)}; `{flag.written}` wins")

@@ -17,16 +17,23 @@ from trencadis.core import envs
 from trencadis.core.devices import likely
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.flag_options import Bound, FlagValue, options
+from trencadis.core.flag_declaration import Bound, FlagValue, options
 from trencadis.core.json_types import JsonMapping
+from trencadis.core.request import REASONING_EFFORTS
 from trencadis.core.shapes import bucket_options as bucket_env
-from trencadis.core.shared_constants import EFFORTS
 from trencadis.core.spec.spec_config import list_ignored_keys, requested_speculation
 from trencadis.server.config import command_line_parser as command_line
-from trencadis.server.config.flags import NUMBERS, WHOLE, Flag, find_flag, get_flag_table, get_flag_variables
+from trencadis.server.config.flag_table_and_lookup import (
+    NUMBERS,
+    WHOLE,
+    Flag,
+    find_flag,
+    get_flag_table,
+    get_flag_variables,
+)
+from trencadis.server.config.ignored_and_refused_vllm_env import find_variable
 from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.config.value_parsers import check_allowed_hosts
-from trencadis.server.config.vllm_env_compatibility import find_variable
 from trencadis.server.config.vllm_flag_row import convert_flags
 from trencadis.server.config.vllm_flag_table import ROWS
 
@@ -167,9 +174,9 @@ def _list_idle_flags(engine: EngineConfig, server: ServerConfig) -> list[str]:
 
 def _check_efforts(efforts: JsonMapping) -> None:
     """Raises StartupError if ``--reasoning-effort-map`` has an unknown effort, or a value that is no text."""
-    unknown = next((name for name in efforts if name not in EFFORTS), None)
+    unknown = next((name for name in efforts if name not in REASONING_EFFORTS), None)
     if unknown is not None:
-        raise StartupError(f"--reasoning-effort-map: {unknown[:40]!r} is none of {', '.join(EFFORTS)}.")
+        raise StartupError(f"--reasoning-effort-map: {unknown[:40]!r} is none of {', '.join(REASONING_EFFORTS)}.")
     wrong = next((name for name, value in efforts.items() if not isinstance(value, str)), None)
     if wrong is not None:
         raise StartupError(f"--reasoning-effort-map: the value of {wrong!r} must be a text.")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trencadis.core.flag_options import BYTES, COUNT, MOST_BYTES, NOT_NEGATIVE, SECONDS, SOME_SECONDS, Bound, opt
+from trencadis.core.flag_declaration import BYTES, COUNT, MOST_BYTES, NOT_NEGATIVE, SECONDS, SOME_SECONDS, Bound, opt
 from trencadis.core.json_types import JsonObject
-from trencadis.core.shared_constants import MAX_CLIP_FRAMES, MAX_CLIP_SECONDS
+from trencadis.multimodal.media_options import MAX_CLIP_FRAMES, MAX_CLIP_SECONDS
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from trencadis.core.engine_config import ATTENTION, ATTENTION_LIBRARIES, OLDER_ATTENTION
 from trencadis.core.errors import StartupError
-from trencadis.core.flag_options import FlagValue
+from trencadis.core.flag_declaration import FlagValue
 from trencadis.server.config import value_parsers
 
 Values = Mapping[str, FlagValue]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trencadis.core.errors import StartupError
-from trencadis.core.flag_options import FlagValue
+from trencadis.core.flag_declaration import FlagValue
 from trencadis.server.config import vllm_engine_flags
 from trencadis.server.config.vllm_flag_row import (
     FlagRow,

@@ -15,7 +15,7 @@ from trencadis.core.executor.engine_launcher import EngineHandle
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels
-from trencadis.server.engine.request_link import STOPPED, EngineLink
+from trencadis.server.engine.engine_process_link import STOPPED, EngineLink
 from trencadis.server.engine.sleep_state import SleepState
 
 log = logging.getLogger("trencadis.server")
@@ -36,7 +36,7 @@ class Supervisor:
         sleep_after: seconds without a request after which the engine falls asleep; 0: never.
         max_restarts: restarts without a steady minute after which the engine counts as failing (restarts continue).
         on_fatal: called with (message, exit code) when the first start cannot succeed.
-        vocabulary: returns the packed ``core.token_masks.canonical_tokens.Vocabulary`` or an awaitable of it. It is
+        vocabulary: returns the packed ``core.token_masks.grammar_vocabulary.Vocabulary`` or an awaitable of it. It is
         called once, before the first request with a grammar; the result is sent to each engine. The attribute may also
         be set later.
     """

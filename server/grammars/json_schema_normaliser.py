@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.grammars.regex_translation import translate_regex
-from trencadis.server.grammars.schema_rewrite import (
+from trencadis.server.grammars.schema_rewrite_and_one_of_disjointness import (
     ANNOTATIONS,
     BOUNDS,
     FORMATS,

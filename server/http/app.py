@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis import __version__
-from trencadis.core.checkpoint.pooling_config import CLASSIFY, EMBED, Pooling
+from trencadis.core.checkpoint.pooling_description import CLASSIFY, EMBED, Pooling
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
 from trencadis.core.json_types import Json
 from trencadis.server.http.fair_admission import FairAdmissionMiddleware

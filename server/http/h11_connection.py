@@ -12,28 +12,25 @@ import asyncio
 import contextlib
 import functools
 import select
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from trencadis.server.http.connection_limits import (
-    HEAD_END,
-    MAX_HEAD,
-    MAX_READ,
-    MAX_TARGET,
-    OVERLOADED_RESPONSE,
-    TIMEOUT_RESPONSE,
-    AnswerTransport,
-    BoundedConnection,
-    ChunkWriter,
-    SharedLimits,
-    make_refusal,
-)
+from trencadis.server.http.event_loop_pacing import SharedLimits
+from trencadis.server.http.h11_body_bounds import HEAD_END, MAX_HEAD, MAX_TARGET, BoundedConnection, make_refusal
 from trencadis.server.metrics.request_record import RequestRecord
 
+MAX_READ = 16 << 10
+"""Bytes of heads and of a chunked body that are taken in one pass of the event loop."""
+TIMEOUT_RESPONSE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+OVERLOADED_RESPONSE = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+)
 GRACE = 1.0
 """Seconds that an idle connection is kept beyond ``--timeout-keep-alive``. Clients keep connections for five
 seconds, as the server does: one reused in the last moment would be reset, so the client's limit has to expire first.
@@ -367,3 +364,44 @@ class LimitedH11Protocol(H11Protocol):
             self.transport.abort()
         else:
             self._check_disconnect_later(times + 1)
+
+
+class ChunkWriter:
+    """Writes chunks of the response of ``cycle``, whose head is written, and which has no length.
+
+    Args:
+        record: counts their bytes.
+    """
+
+    __slots__ = ("_closing", "_cycle", "_flow", "_record", "_write", "last_written")
+
+    def __init__(
+        self, transport: asyncio.Transport, flow: FlowControl, cycle: RequestResponseCycle, record: RequestRecord
+    ) -> None:
+        self._write, self._closing = transport.write, transport.is_closing
+        self._flow, self._cycle, self._record = flow, cycle, record
+        self.last_written = time.monotonic()
+
+    def is_ready(self) -> bool:
+        """True while the client is connected and the transport's buffer is not full."""
+        return not (self._flow.write_paused or self._cycle.disconnected or self._closing())
+
+    def write(self, data: bytes) -> None:
+        """Writes one chunk."""
+        self._write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._record.sent += len(data)
+        self.last_written = time.monotonic()
+
+
+class AnswerTransport:
+    """The part of a transport that a request's task uses to write its answer.
+
+    Args:
+        transport: writes the bytes.
+        close: called instead of ``transport.close``.
+    """
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close

@@ -12,9 +12,9 @@ from typing import TypedDict
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from trencadis.core.graph_plan_report import OUTCOMES
 from trencadis.core.json_types import JsonObject
 from trencadis.core.process.engine_messages import BucketState, BucketUse, EngineStats, GraphPlan, LearningReport
-from trencadis.core.shape_learning_report import OUTCOMES
 from trencadis.server.engine.engine_client import EngineClient
 
 ANY = "any"

@@ -12,7 +12,7 @@ from pathlib import Path
 from trencadis.core import devices
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.devices import likely, policy_of
 from trencadis.core.engine.pipeline_startup_plan import planned_stages
 from trencadis.core.engine.startup_checks import check_start

@@ -16,8 +16,8 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import gib
 from trencadis.core.json_types import JsonObject
-from trencadis.core.launches.stage_transfer import transferred_rows
-from trencadis.core.memory.ledger import POOLS
+from trencadis.core.launches.pipeline_transfer import transferred_rows
+from trencadis.core.memory.memory_division import POOLS
 from trencadis.server.plan.trace_plan_comparison import Sizes
 
 NAMED_SIZES = (

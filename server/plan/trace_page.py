@@ -11,7 +11,7 @@ from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping, JsonObject
-from trencadis.core.shapes.learned_plan import KEPT_STAGES
+from trencadis.core.shapes.plan_from_recorded_needs import KEPT_STAGES
 from trencadis.core.shapes.shape_need_histogram import NeedHistogram
 
 WIDTH, HEIGHT, MARGIN = 430, 260, 46

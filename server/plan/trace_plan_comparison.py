@@ -28,7 +28,7 @@ from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.core.memory.graph_selection import set_cost
 from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.shapes.launch_costs import Costs, work_of
-from trencadis.core.shapes.learned_plan import TooFewGraphs, learn_plan
+from trencadis.core.shapes.plan_from_recorded_needs import TooFewGraphs, learn_plan
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
 from trencadis.core.shapes.shape_limits import ShapeLimits, cells
 from trencadis.core.shapes.shape_need_histogram import NeedHistogram, count_step, list_needs

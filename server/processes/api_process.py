@@ -27,7 +27,7 @@ from trencadis.core.process.child_process import StopWatch, python_path
 from trencadis.core.request import Delta, Request
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels
-from trencadis.server.engine.request_link import RemotePixels, RequestLink
+from trencadis.server.engine.engine_process_link import RemotePixels, RequestLink
 from trencadis.server.metrics.process_and_tenant_collectors import API_MODULE
 from trencadis.server.processes import ipc_messages
 from trencadis.server.processes.ipc_messages import Channel, DeltaBatch, RequestRouted, Requests

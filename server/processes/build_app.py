@@ -11,8 +11,7 @@ from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.http.app import create_app
 from trencadis.server.processes.multi_engine_client import Fleet
 from trencadis.server.processes.remote_engine import RemoteEngines, RemoteFleet, RemoteReplica
-from trencadis.server.prompts.media_frontends import MediaRules
-from trencadis.server.prompts.text_service_builder import make_text_service
+from trencadis.server.prompts.media_frontends import MediaRules, make_text_service
 from trencadis.server.routes.app_state import HttpSettings
 from trencadis.server.routes.state_builder import make_state
 

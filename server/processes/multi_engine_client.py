@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from functools import partial
 
-from trencadis.core.checkpoint.pooling_config import LAST
+from trencadis.core.checkpoint.pooling_description import LAST
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, Unavailable
 from trencadis.core.executor.engine_launcher import EngineHandle
@@ -22,7 +22,7 @@ from trencadis.core.kv.block_pool import SIZE, BlockHashChain, image_key
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels
-from trencadis.server.engine.request_link import STOPPED
+from trencadis.server.engine.engine_process_link import STOPPED
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.processes.combined_engine_state import EngineGroup
 from trencadis.server.processes.replica_router import PrefixAffinityRouter

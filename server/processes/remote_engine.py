@@ -18,7 +18,7 @@ from trencadis.core.process import engine_messages
 from trencadis.core.process.log_setup import flush_logs
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels
-from trencadis.server.engine.request_link import RequestLink
+from trencadis.server.engine.engine_process_link import RequestLink
 from trencadis.server.processes import combined_engine_state, ipc_messages
 from trencadis.server.processes.combined_engine_state import EngineGroup
 from trencadis.server.processes.ipc_messages import Channel

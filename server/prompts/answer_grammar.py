@@ -7,25 +7,27 @@ allowed ids, bad words, thinking budget, repetitions.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonMapping
+from trencadis.core.output_constraints import Repetition, RepetitionDetectionParams, Rule, ThinkingBudget
 from trencadis.core.request import SamplingParams
-from trencadis.core.structured_outputs import Repetition, RepetitionDetectionParams, Rule, ThinkingBudget
 from trencadis.server.grammars import gbnf, grammar_writer
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.grammars.grammar_writer import BETWEEN, GrammarWriter, ToolFunction, WhitespaceRule
 from trencadis.server.grammars.json_schema_normaliser import normalise_schema, parse_schema
 from trencadis.server.grammars.regex_translation import escaped, translate_regex
-from trencadis.server.grammars.response_format import LARGEST, RequestedFormat
+from trencadis.server.grammars.response_format import LARGEST, RequestedFormat, find_requested_format
 from trencadis.server.grammars.structural_tags import TagReader
 from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.prompts.sampling_params import MAX_WORDS
+from trencadis.server.prompts.text_service import TextService
 from trencadis.server.protocol.tool_definitions import get_named_function
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
+from trencadis.server.tools.parser_registry import find_reasoning_format
 from trencadis.server.tools.reasoning_parser import ReasoningFormat
 
 MOST_CHOICES = 10_000
@@ -292,3 +294,36 @@ def _make_repetition_rule(asked: RepetitionDetectionParams) -> Repetition | None
     if asked.max_pattern_size == 0:
         return None
     return Repetition(max(asked.min_pattern_size, 1), asked.max_pattern_size, asked.min_count)
+
+
+def add_sampling_rule(service: TextService, prompt: Prompt, params: SamplingParams) -> None:
+    """Attaches the token rule that ``params`` require to a prompt; the reasoning format is read from the chat template.
+
+    Raises:
+        BadRequest: an id is outside of the vocabulary, there are too many bad words, or there is a thinking budget for
+            a model without reasoning marks.
+    """
+    form = find_reasoning_format("auto", service.template.source if service.template is not None else None)
+    add_rule(prompt, params, service.tokenizer, service.limits.vocab, form)
+
+
+async def apply_structured_outputs(
+    grammars: GrammarCache, service: TextService, prompt: Prompt, params: SamplingParams
+) -> SamplingParams:
+    """Attaches the grammar that ``params`` require to a prompt; returns the parameters without it, as the engine
+    accepts them.
+
+    Raises:
+        BadRequest: no grammar can be built for the format, or both fields are set.
+    """
+    given, guided = params.structured_outputs, params.guided_decoding
+    if given is None and guided is None:
+        return params
+    if given is not None and guided is not None:
+        raise BadRequest("structured_outputs and guided_decoding are the same; give one.", param="guided_decoding")
+    one = given or guided
+    held = one if isinstance(one, Mapping) else one.as_fields() if one is not None else {}
+    await add_answer_grammar(
+        grammars, AnswerParsers(), service.tokenizer, prompt, find_requested_format(None, held, {})
+    )
+    return replace(params, structured_outputs=None, guided_decoding=None)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from trencadis.core.json_types import JsonMapping
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
-from trencadis.server.tools.reasoning_format_registry import find_reasoning_format
+from trencadis.server.tools.parser_registry import find_reasoning_format, find_tool_parser
 from trencadis.server.tools.reasoning_parser import (
     AnswerContent,
     ReasoningContent,
@@ -21,7 +21,6 @@ from trencadis.server.tools.reasoning_parser import (
     ReasoningParser,
 )
 from trencadis.server.tools.tool_parser import AnswerText, CallArguments, CallEnded, CallStarted, ToolEvent, ToolParser
-from trencadis.server.tools.tool_parser_registry import find_tool_parser
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LETTERS = string.ascii_letters + string.digits

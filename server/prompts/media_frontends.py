@@ -1,13 +1,15 @@
-"""Makes the image and the video frontend of a model by the rules for media; closes them."""
+"""Makes the image and video frontends of a model by the rules for media, and the text service that has them."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.model_registry import image_processor
+from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import limited_budget
@@ -23,7 +25,7 @@ from trencadis.server.prompts.text_service import TextService
 if TYPE_CHECKING:
     from trencadis.multimodal.processor_interface import VideoProcessor
 
-
+log = logging.getLogger("trencadis.server")
 CACHE_SHARE = 1 / 12
 """Largest share of the memory of this machine or container for decoded images that are kept."""
 
@@ -100,6 +102,30 @@ def make_video_frontend(config: EngineConfig, media: MediaRules, images: ImageFr
     options = server_options(config.mm_processor_kwargs).videos
     processor = cast("VideoProcessor", images.processor)  # the processor of a model that has a video token
     return VideoFrontend(processor, loader, images.cache, images.decoder, limits, images.uuids, options)
+
+
+def make_text_service(
+    config: EngineConfig, media: MediaRules, *, chat_template: str = "", content_format: str = "auto"
+) -> TextService:
+    """Makes the text service of the checkpoint in ``config.model``, with image and video frontends if the model takes
+    such media.
+
+    Raises:
+        StartupError: the checkpoint lacks a file that the service needs, or the rules name a folder that does not
+        exist.
+    """
+    model = load_model_config(config)
+    if model.unread:
+        log.warning(
+            "config.json has keys that nothing here knows: %s; they are ignored.", ", ".join(model.unread)[:400]
+        )
+    if model.pooling is not None:
+        log.info("pooling: %s", model.pooling.line)
+    images = make_image_frontend(config, media, model) if model.vision is not None else None
+    videos = make_video_frontend(config, media, images) if images is not None and model.video_token >= 0 else None
+    return TextService.load(
+        model, config, images=images, videos=videos, chat_template=chat_template, content_format=content_format
+    )
 
 
 def close_frontends(service: TextService) -> None:

@@ -10,7 +10,7 @@ import codecs
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from trencadis.core.errors import TrencadisError, Unavailable, from_status
 from trencadis.core.request import Delta, RequestStats, SamplingParams, TokenLogprob
@@ -189,9 +189,20 @@ RESTART_SECONDS = 5
 """Retry-After of a request that failed because its engine ended; a restart takes about as long."""
 
 
+class PieceStep(NamedTuple):
+    """What some tokens of a piece add to an answer: segments, and the tokens' log-probabilities."""
+
+    answer: AnswerPart
+    logprobs: list[TokenLogprob]
+
+
 @dataclass(slots=True)
 class TextPiece:
-    """The text, tokens and finish reason that one delta adds to a choice."""
+    """The text, tokens and finish reason that one delta adds to a choice.
+
+    ``steps``: where a piece of several tokens has log-probabilities and a divided answer, what each token adds, so that
+    a log-probability can be given to the segment of its token; empty: all tokens belong to ``answer`` as a whole.
+    """
 
     text: str
     tokens: list[int] = field(default_factory=list)
@@ -199,9 +210,21 @@ class TextPiece:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     answer: AnswerPart | None = None
+    steps: Sequence[PieceStep] = ()
+
+    def divide(self) -> Sequence[PieceStep]:
+        """Returns ``steps``, or the whole piece as one; its answer is a copy."""
+        if self.steps:
+            return self.steps
+        whole = AnswerPart()
+        if self.answer is not None:
+            whole.extend(self.answer)
+        return (PieceStep(whole, self.logprobs),)
 
     def extend(self, later: TextPiece) -> None:
         """Adds the next piece of the same choice."""
+        if self.answer is not None and (self.logprobs or later.logprobs):
+            self.steps = (*self.divide(), *later.divide())
         self.text += later.text
         self.tokens = [*self.tokens, *later.tokens]
         self.logprobs = [*self.logprobs, *later.logprobs]
@@ -282,6 +305,8 @@ class ChoiceStream:
         self._begun = False
         self._surplus = 0
         """Tokens of the delta that is being fed which follow the end of a stop string."""
+        self._parts: list[AnswerPart] = []
+        """What each token of the delta that is being fed adds to the answer, if the delta has log-probabilities."""
         self.reasoning_tokens: int | None = 0 if reader is not None and reader.reasons else None
 
     @property
@@ -346,6 +371,19 @@ class ChoiceStream:
             if piece.finish_reason is not None:
                 self._reader.finish()
             piece.answer = self._reader.take_part()
+            if self._parts:
+                self._divide(piece)
+
+    def _divide(self, piece: TextPiece) -> None:
+        """Sets the ``steps`` of a piece; what its tokens' texts have not added comes with the last token."""
+        parts, self._parts = self._parts, []
+        parts += [AnswerPart() for _ in range(len(piece.logprobs) - len(parts))]  # a token that ends the text
+        assert piece.answer is not None
+        parts[-1].extend(piece.answer)
+        whole = AnswerPart()
+        for part in parts:
+            whole.extend(part)
+        piece.answer, piece.steps = whole, [PieceStep(p, [one]) for p, one in zip(parts, piece.logprobs, strict=True)]
 
     def _decode(self, delta: Delta) -> str:
         """Returns the text of a delta that may be sent."""
@@ -362,13 +400,16 @@ class ChoiceStream:
     def _decode_until_stop(self, tokens: Sequence[int], delta: Delta, stop: StopMatcher) -> str:
         """Decodes token by token, because a stop string must end at the right token; else like ``_decode``."""
         start = self.count - len(delta.tokens)
-        out = ""
+        out, divides = "", len(tokens) > 1 and bool(delta.logprobs)
         for i, token in enumerate(tokens):
             # min_tokens applies to stop strings too: text of the first tokens cannot match.
             armed = start + i + 1 > self._params.min_tokens
             out += self._read_answer(stop.feed(self._detokenizer.feed((token,)), armed))
-            if self._reader is not None and self._reader.thinks:
-                self.reasoning_tokens = (self.reasoning_tokens or 0) + 1
+            if self._reader is not None:
+                if divides:
+                    self._parts.append(self._reader.take_part())
+                if self._reader.thinks:
+                    self.reasoning_tokens = (self.reasoning_tokens or 0) + 1
             if self.stopped_early:
                 self._surplus = len(delta.tokens) - i - 1
                 self.count -= self._surplus

@@ -17,7 +17,7 @@ import numpy as np
 
 from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.checkpoint.pooling_config import ALL, EMBED, Pooling
+from trencadis.core.checkpoint.pooling_description import ALL, EMBED, Pooling
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonMapping
 from trencadis.core.request import Request, SamplingParams

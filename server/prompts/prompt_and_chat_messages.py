@@ -17,10 +17,10 @@ from typing import Any, cast
 
 from trencadis.core.errors import BadRequest, TrencadisError, attach_param
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
+from trencadis.core.output_constraints import Rule
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.structured_outputs import Rule
 from trencadis.multimodal.media_options import MediaPart, part_options, part_uuid
-from trencadis.multimodal.media_timing import MediaTimes
+from trencadis.multimodal.media_timing_and_concurrency import MediaTimes
 from trencadis.server.prompts.answer_reader import AnswerReader
 from trencadis.server.prompts.multimodal_inputs import (
     ExpandedPrompt,

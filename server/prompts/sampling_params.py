@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
+from trencadis.core.output_constraints import RepetitionDetectionParams
 from trencadis.core.request import GREEDY_BELOW, MAX_BIAS, MAX_LOGPROBS, SamplingParams, resolve_logprobs
-from trencadis.core.structured_outputs import RepetitionDetectionParams
 from trencadis.server.protocol.beam_search_fields import check_reported, check_width
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonObject
-from trencadis.core.shared_constants import EFFORTS
+from trencadis.core.request import REASONING_EFFORTS
 from trencadis.server.protocol.base_request import (
     FieldContext,
     GenerateRequest,
@@ -126,8 +126,10 @@ class ChatRequest(GenerateRequest):
         check_tools(self.tools, self.tool_choice)
         if is_subset(self.tool_choice):  # an assigned field counts as sent
             self.tools, self.tool_choice = select_allowed_tools(self.tools, self.tool_choice)
-        if self.reasoning_effort is not None and self.reasoning_effort not in EFFORTS:
-            raise BadRequest(f"reasoning_effort must be one of {', '.join(EFFORTS)}.", param="reasoning_effort")
+        if self.reasoning_effort is not None and self.reasoning_effort not in REASONING_EFFORTS:
+            raise BadRequest(
+                f"reasoning_effort must be one of {', '.join(REASONING_EFFORTS)}.", param="reasoning_effort"
+            )
         if any(m != "text" for m in self.modalities or []):
             raise BadRequest("only the modality 'text' is supported.", param="modalities")
         if self.prediction is not None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic_core import to_json
 
-from trencadis.core.checkpoint.pooling_config import CLASSIFY, IDENTITY, SIGMOID, SOFTMAX, Pooling
+from trencadis.core.checkpoint.pooling_description import CLASSIFY, IDENTITY, SIGMOID, SOFTMAX, Pooling
 from trencadis.core.json_types import Json
 from trencadis.server.protocol.pooling_params import PoolingParams
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trencadis.core.checkpoint.pooling_config import ALL, CLASSIFY, TOKEN_TASKS, Pooling
+from trencadis.core.checkpoint.pooling_description import ALL, CLASSIFY, TOKEN_TASKS, Pooling
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json
 

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from trencadis import __version__
 from trencadis.core import envs
 from trencadis.core.errors import BadRequest, TrencadisError
-from trencadis.core.flag_options import options
+from trencadis.core.flag_declaration import options
 from trencadis.core.json_types import Json, JsonObject
 from trencadis.server.engine.engine_client import EngineClient, get_replicas
 from trencadis.server.routes.serving_base import ServingState

@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 from trencadis.core.errors import BadRequest, TrencadisError
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.core.request import TokenLogprob
-from trencadis.server.prompts.answer_reader import CallPart
-from trencadis.server.prompts.output_processor import TextPiece
+from trencadis.server.prompts.answer_reader import AnswerPart, CallPart
+from trencadis.server.prompts.output_processor import PieceStep, TextPiece
 from trencadis.server.protocol.chat_completions import MAX_MESSAGES, ChatRequest
 from trencadis.server.tools.reasoning_parser import AnswerContent, ReasoningContent
 
@@ -317,10 +317,34 @@ class BlockBuilder:
         """Log-probabilities of tokens whose text has not arrived yet."""
 
     def feed(self, piece: TextPiece) -> Iterator[BlockEvent]:
-        """Yields the events that a piece of text causes."""
-        segments = [AnswerContent(piece.text)] if piece.answer is None else piece.answer.segments
-        self._waiting += self._select_logprobs(piece)
-        for segment in segments:
+        """Yields the events that a piece of text causes; neighbouring deltas of a block are one."""
+        waiting: BlockDelta | None = None
+        for event in self._add_steps(piece):
+            if isinstance(event, BlockDelta) and waiting is not None and waiting.block is event.block:
+                waiting = BlockDelta(event.block, waiting.text + event.text, [*waiting.logprobs, *event.logprobs])
+                continue
+            if waiting is not None:
+                yield waiting
+            waiting = event if isinstance(event, BlockDelta) else None
+            if waiting is None:
+                yield event
+        if waiting is not None:
+            yield waiting
+
+    def _add_steps(self, piece: TextPiece) -> Iterator[BlockEvent]:
+        steps = piece.steps
+        if not steps:
+            whole = AnswerPart([AnswerContent(piece.text)]) if piece.answer is None else piece.answer
+            steps = (PieceStep(whole, piece.logprobs),)
+        ended = piece.finish_reason == "stop" and bool(piece.tokens) and piece.tokens[-1] in self._ends
+        for step in steps:
+            last = ended and step is steps[-1]
+            yield from self._add_step(step.answer, step.logprobs[:-1] if last else step.logprobs)
+
+    def _add_step(self, answer: AnswerPart, logprobs: Sequence[TokenLogprob]) -> Iterator[BlockEvent]:
+        """Yields the events of some tokens; ``logprobs``: those of the tokens that are part of the answer."""
+        self._waiting += logprobs
+        for segment in answer.segments:
             if isinstance(segment, CallPart):
                 yield from self._add_call_part(segment)
             elif segment.text:
@@ -331,10 +355,6 @@ class BlockBuilder:
     def finish(self, cut: bool) -> Iterator[BlockEvent]:
         """Closes the last block. ``cut``: the answer did not end by itself."""
         yield from self._close(cut)
-
-    def _select_logprobs(self, piece: TextPiece) -> list[TokenLogprob]:
-        ended = piece.finish_reason == "stop" and piece.tokens and piece.tokens[-1] in self._ends
-        return piece.logprobs[: len(piece.tokens) - 1] if ended else piece.logprobs
 
     def _add_text(self, kind: Kind, text: str) -> Iterator[BlockEvent]:
         if self._open is None or self._open.kind != kind:

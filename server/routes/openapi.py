@@ -22,8 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis.core.json_types import JsonObject
-from trencadis.core.request import MAX_BIAS
-from trencadis.core.shared_constants import EFFORTS
+from trencadis.core.request import MAX_BIAS, REASONING_EFFORTS
 from trencadis.server.prompts.prompt_and_chat_messages import TEXT_PARTS
 from trencadis.server.prompts.sampling_params import MAX_STOPS
 from trencadis.server.protocol.anthropic_messages import MessagesError
@@ -96,7 +95,7 @@ BOUNDS: dict[str, JsonObject] = {
     "prompt": {"minItems": 1, "minLength": 1},
     "documents": {"maxItems": COUNTS["documents"]},
     "modalities": {"maxItems": COUNTS["modalities"], "items": {"type": "string", "enum": ["text"]}},
-    "reasoning_effort": {"enum": list(EFFORTS)},
+    "reasoning_effort": {"enum": list(REASONING_EFFORTS)},
     "chat_template": {"maxLength": MAX_TEMPLATE},
     "temperature": {"minimum": 0, "maximum": 2},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trencadis.core.checkpoint.pooling_config import CLASSIFY, Pooling
+from trencadis.core.checkpoint.pooling_description import CLASSIFY, Pooling
 from trencadis.core.errors import BadRequest, TrencadisError
 from trencadis.server.prompts.generation_stream import STARTS_PER_PASS, Generation
 from trencadis.server.prompts.pooling_prompts import average_chunks, divide_prompts, make_pooling_request, run_pooling

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from trencadis.core.checkpoint.pooling_config import EMBED
+from trencadis.core.checkpoint.pooling_description import EMBED
 from trencadis.core.errors import BadRequest, Forbidden, NotFound, Unavailable
 from trencadis.core.request import AdapterRef, Request, SamplingParams
 from trencadis.multimodal.media_options import MediaScope

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from trencadis.core.errors import BadRequest, TrencadisError
 from trencadis.core.json_types import JsonObject
 from trencadis.core.request import SamplingParams, TokenLogprob
-from trencadis.multimodal.async_gather import gather_or_cancel
+from trencadis.multimodal.media_timing_and_concurrency import gather_or_cancel
 from trencadis.server.prompts.answer_grammar import RequestedCalls, add_answer_grammar
 from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.generation_stream import Generation

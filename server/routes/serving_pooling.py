@@ -18,11 +18,11 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trencadis.core.checkpoint.pooling_config import CLASSIFY, EMBED, Pooling
+from trencadis.core.checkpoint.pooling_description import CLASSIFY, EMBED, Pooling
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
-from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.media_options import MediaScope
+from trencadis.multimodal.media_timing_and_concurrency import gather_or_cancel
 from trencadis.server.prompts.pooling_prompts import get_input_prompt, read_input_prompts
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.protocol.base_request import Usage

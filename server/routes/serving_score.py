@@ -14,11 +14,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trencadis.core.checkpoint.pooling_config import EMBED
+from trencadis.core.checkpoint.pooling_description import EMBED
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json
-from trencadis.multimodal.async_gather import gather_or_cancel
 from trencadis.multimodal.media_options import MediaScope
+from trencadis.multimodal.media_timing_and_concurrency import gather_or_cancel
 from trencadis.server.prompts.pooling_prompts import Content, Pair, check_scores, make_pair_prompt, read_content
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.protocol.pooler_output import compute_pair_score, cosine_similarity

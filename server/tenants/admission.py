@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trencadis.core.errors import BadRequest, QueueFull
-from trencadis.core.flag_options import MOST
+from trencadis.core.flag_declaration import MOST
 from trencadis.core.host_memory import limited_budget
 from trencadis.core.request import SamplingParams
 from trencadis.server.tenants.tenant_registry import CURRENT, TenantAccount

@@ -1,11 +1,12 @@
 """The tenants of ``--api-key-file``: their keys, weights and limits, and what each of them uses.
 
 The file is YAML and holds digests of keys, not the keys themselves; it is read again when it changes. A tenant has
-token buckets per minute, and a count of its requests inside the server.
+token buckets per minute, and a count of its requests inside the server. ``trencadis key new`` makes keys.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import datetime as dates
 import hashlib
@@ -13,9 +14,10 @@ import logging
 import math
 import os
 import re
+import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
@@ -29,6 +31,7 @@ from trencadis.core.json_types import Json
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+KEY_PREFIX = "tk-"
 MOST_BYTES = 16 << 20
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's loader, which reads thousands of tenants in a tenth of the time."""
@@ -456,3 +459,20 @@ class TenantRegistry:
                 self.reload()
         matched = [self._by_digest.get(hashlib.sha256(key).digest()) for key in keys[:MAX_KEYS] if key]
         return next((a for a in matched if a is not None and self._now() <= a.tenant.expires), None)
+
+
+def print_new_key(argv: Sequence[str]) -> int:
+    """Runs ``trencadis key new``: prints a new key and its entry for ``--api-key-file``; stores nothing."""
+    parser = argparse.ArgumentParser(
+        prog="trencadis key", description="Makes API keys. A key is shown once; the server keeps its digest alone."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    new = commands.add_parser("new", help="a new key, and its entry for --api-key-file")
+    new.add_argument("name", nargs="?", default="client", help="what metrics and logs call its owner")
+    args = parser.parse_args(argv)
+    if not NAME.fullmatch(args.name):
+        raise StartupError(f"{args.name[:80]!r} is no name: it needs 1 to 64 letters, digits or any of ._@-.")
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    print(f"key:  {key}\nentry for the list 'keys' of --api-key-file (chmod 600):\n")
+    print(f"  - name: {args.name}\n    sha256: {hashlib.sha256(key.encode()).hexdigest()}")
+    return 0

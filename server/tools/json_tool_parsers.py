@@ -1,8 +1,8 @@
-"""Parser of the calls of Hermes and Qwen2.5: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
+"""Parsers of tool calls that are JSON: those of Hermes and Qwen2.5, of Llama 3, and of Mistral.
 
-Parser of the calls of Llama 3: ``{"name": ..., "parameters": {...}}``, bare or after ``<|python_tag|>``.
-
-Parser of the calls of Mistral's models after ``[TOOL_CALLS]``: a JSON list, or the name and then its arguments.
+* Hermes and Qwen2.5: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
+* Llama 3: ``{"name": ..., "parameters": {...}}``, bare or after ``<|python_tag|>``.
+* Mistral, after ``[TOOL_CALLS]``: a JSON list, or the name and then its arguments.
 """
 
 from __future__ import annotations

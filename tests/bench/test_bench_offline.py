@@ -14,7 +14,7 @@ from trencadis.core.errors import StartupError
 from trencadis.server.bench import bench_command, bench_startup, bench_startup_child, offline_benchmarks
 from trencadis.server.bench.bench_command import make_serve_parser
 from trencadis.server.cli import run_batch as batch_command
-from trencadis.server.config.flags import get_flag_table
+from trencadis.server.config.flag_table_and_lookup import get_flag_table
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--kv-cache-memory-bytes", "32MiB", "--threads", "1", "--max_model_len", "512"]

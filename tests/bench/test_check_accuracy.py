@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from tests.vision import vision_checkpoints
 from tests.vision.extra_families.minicpmv import minicpmv
 from trencadis.assets import demo_path
-from trencadis.core.models.attention import TextRotary
-from trencadis.server.bench.accuracy_items import Box, ItemMaker
-from trencadis.server.bench.accuracy_scores import paired_difference, wilson_interval
+from trencadis.core.models.rotary_embedding import TextRotary
+from trencadis.server.bench.accuracy_statistics import paired_difference, wilson_interval
+from trencadis.server.bench.drawn_accuracy_items import Box, ItemMaker
 from trencadis.server.cli.main import main
 
 KINDS = "number,colour,count,compare"

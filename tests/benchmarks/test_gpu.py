@@ -115,7 +115,7 @@ def test_forced_conversations_are_the_same_everywhere() -> None:
 def test_every_part_can_be_imported_and_mixed_runs_on_a_bare_machine() -> None:
     """Neither the wire's codec nor a web framework nor transformers is asked for."""
     parts = "accuracy engine gpu.run gpu.probe gpu.mixed gpu.claims gpu.decode gpu.layers gpu.paces gpu.served"
-    parts += " harness.compared_engines harness.checkpoints kernels.run"
+    parts += " harness.compared_engines harness.checkpoints kernels.run speculation adapters"
     cases = "kernels.attention_cases kernels.small_cases kernels.sampling_cases kernels.layer_cases"
     names = [f"benchmarks.{name}" for name in (*parts.split(), *cases.split())]
     imported = "import " + ", ".join([*names, "tools.hardware", "tools.tune_kernels"])
@@ -146,6 +146,11 @@ FIGURES: dict[str, dict[str, Any]] = {
     "decode-three": {"top1": 0, "gap": 0.4, "mean": 0.8, "batches": _BATCHES},
     "layers": _LAYERS, "layers-waiting": _LAYERS, "repeats": {"cases": {"decode": 0, "head": 0}, "failed": {}},
     "paces": {"tpot": {"1": _PACE, "16": _PACE}, "ttft": {"2048": _PACE}, "profiles": {}},
+    "drafts": {"rows": [
+        {"requests": n, "ratio": 2.5, "without": 10, "with": 25, "accepted": "3 of 4"} for n in (1, 128)
+    ]},
+    "adapters": {"base": 1.0, "one adapter": 1.0, "own adapters": 0.9},
+    "adapters-loads": {"new": 20.0, "in host memory": 10.0, "in a slot": 5.0},
     "serve": {"ready": 9.0, "chunks": 7, "words": 5, "done": True},
     "three": _probe(), "three-eager": _probe(encoder=[0.002] * 8), "demo": _probe(),
     "three-bf16": _probe(tpot=0.002), "three-int8": _probe(tpot=0.001), "three-int4": _probe(tpot=0.0008),
@@ -197,6 +202,7 @@ class Card:
         if module == "kernels":
             file = Path(args[args.index("--out") + 1]) / ("repeats.json" if "--repeat" in args else "kernels.json")
         file = file if at is None else Path(args[at])
+        file = Path(args[args.index("--json") + 1]) if "--json" in args else file
         name = file.stem.removeprefix("gpu-")
         if name in self.figures:
             file.parent.mkdir(parents=True, exist_ok=True)

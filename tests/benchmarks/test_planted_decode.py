@@ -19,7 +19,7 @@ from benchmarks.gpu import decode, layers
 from tests.oracles import interpreter
 from trencadis import LLM
 from trencadis.backends.cuda.cpu_twin.ops import TwinOps
-from trencadis.backends.cuda.launches import cuda_inputs
+from trencadis.backends.cuda.launches import cuda_host_arrays
 from trencadis.core.buckets import Stage
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -161,12 +161,12 @@ def test_a_layer_without_a_mistake_passes(contexts: tuple[int, ...]) -> None:
 
 # Answers of an engine
 
-TEXT = cuda_inputs.text
+TEXT = cuda_host_arrays.text
 Change = Callable[[Any, Any], Any]
 
 
 def decoding(change: Change) -> Callable[..., Any]:
-    """``cuda_inputs.text`` whose arrays of DECODE launches went through ``change(arrays, inputs)``."""
+    """``cuda_host_arrays.text`` whose arrays of DECODE launches went through ``change(arrays, inputs)``."""
 
     def text(bucket: Any, x: Any, sizes: Any, plans: Any) -> Any:
         made = TEXT(bucket, x, sizes, plans)
@@ -221,17 +221,19 @@ SAMPLE, NORM = TwinOps.sample, TwinOps.rms_norm
 
 ENGINE_MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "positions are those of the token before": (
-        cuda_inputs, "text", decoding(lambda made, x: made._replace(positions=np.maximum(made.positions - 1, 0)))),
+        cuda_host_arrays, "text", decoding(lambda made, x: made._replace(positions=np.maximum(made.positions - 1, 0)))),
     "a row sees one key less": (
-        cuda_inputs, "text", decoding(of_attn(context=lambda a: np.maximum(a - 1, 0)))),
-    "keys go to the slot before": (cuda_inputs, "text", decoding(of_attn(slot_map=lambda a: a - 1))),
-    "keys are not stored": (cuda_inputs, "text", decoding(of_attn(slot_map=lambda a: a * 0 + 16))),
-    "a row reads the blocks of the row before": (cuda_inputs, "text", decoding(shifted_blocks)),
+        cuda_host_arrays, "text", decoding(of_attn(context=lambda a: np.maximum(a - 1, 0)))),
+    "keys go to the slot before": (cuda_host_arrays, "text", decoding(of_attn(slot_map=lambda a: a - 1))),
+    "keys are not stored": (cuda_host_arrays, "text", decoding(of_attn(slot_map=lambda a: a * 0 + 16))),
+    "a row reads the blocks of the row before": (cuda_host_arrays, "text", decoding(shifted_blocks)),
     "a row goes on with its neighbour's token": (
-        cuda_inputs, "text", decoding(lambda made, x: made._replace(from_slot=rolled(made.from_slot, len(x.tokens))))),
-    "rows beyond sixteen lose their keys": (cuda_inputs, "text", decoding(beyond_sixteen)),
+        cuda_host_arrays, "text",
+        decoding(lambda made, x: made._replace(from_slot=rolled(made.from_slot, len(x.tokens)))),
+    ),
+    "rows beyond sixteen lose their keys": (cuda_host_arrays, "text", decoding(beyond_sixteen)),
     "hidden rows change places": (
-        cuda_inputs, "text", decoding(lambda made, x: made._replace(out_row=rolled(made.out_row, len(x.tokens))))),
+        cuda_host_arrays, "text", decoding(lambda made, x: made._replace(out_row=rolled(made.out_row, len(x.tokens))))),
     "the greedy head takes the second best": (TwinOps, "sample", plain_sample),
     "a norm of few rows is too small": (TwinOps, "rms_norm", careless_norm),
 }  # fmt: skip

@@ -22,9 +22,9 @@ from trencadis.core.shapes.bucket_options import BucketOptions, read_bucket_opti
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.bucket_profile import learn_from_profile, list_set_stages, read_profile, write_profile
 from trencadis.core.shapes.bucket_search import CostTable, search_choice
-from trencadis.core.shapes.cost_model import fit_bytes
 from trencadis.core.shapes.launch_costs import Costs, work_of
-from trencadis.core.shapes.learned_plan import (
+from trencadis.core.shapes.measured_launch_times import fit_bytes
+from trencadis.core.shapes.plan_from_recorded_needs import (
     HEADS,
     KEPT_STAGES,
     GraphMemoryLimits,

@@ -23,7 +23,7 @@ from trencadis.core.shapes import shape_need_recorder
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.launch_costs import Costs
-from trencadis.core.shapes.learned_plan import KEPT_STAGES, learn_plan, list_covers
+from trencadis.core.shapes.plan_from_recorded_needs import KEPT_STAGES, learn_plan, list_covers
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
 from trencadis.core.shapes.shape_need_histogram import NeedHistogram, count_step, list_needs
 from trencadis.core.shapes.shape_need_recorder import NeedRecorder

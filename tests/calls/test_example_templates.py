@@ -9,8 +9,8 @@ import pytest
 
 from tests.calls.test_chat_tools import TOOLS, history
 from tests.oracles.openapi_checks import spec_of
+from trencadis.server.tools.parser_registry import TOOL_PARSERS, find_tool_parser
 from trencadis.server.tools.tool_parser import CallArguments, CallStarted
-from trencadis.server.tools.tool_parser_registry import TOOL_PARSERS, find_tool_parser
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "examples" / "templates"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}

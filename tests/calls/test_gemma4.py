@@ -19,8 +19,7 @@ from trencadis.core.errors import BadRequest
 from trencadis.server.prompts.answer_grammar import AnswerOutline, RequestedCalls
 from trencadis.server.prompts.answer_reader import AnswerParsers, AnswerReader
 from trencadis.server.tools.gemma4_parser import GEMMA4, Gemma4ReasoningParser, Gemma4ToolParser
-from trencadis.server.tools.reasoning_format_registry import find_reasoning_format
-from trencadis.server.tools.tool_parser_registry import find_tool_parser
+from trencadis.server.tools.parser_registry import find_reasoning_format, find_tool_parser
 
 SOURCE = (Path(__file__).resolve().parents[2] / "examples" / "templates" / "gemma4.jinja").read_text(encoding="utf-8")
 MARKS = [

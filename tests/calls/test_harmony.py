@@ -17,8 +17,7 @@ from tests.fakes.text_checkpoint import TEMPLATE
 from tests.traffic.written_calls import pieces
 from trencadis.server.prompts.answer_reader import AnswerReader
 from trencadis.server.tools.harmony_parser import HARMONY, MARKS, HarmonyReasoningParser, HarmonyToolParser
-from trencadis.server.tools.reasoning_format_registry import find_reasoning_format
-from trencadis.server.tools.tool_parser_registry import find_tool_parser
+from trencadis.server.tools.parser_registry import find_reasoning_format, find_tool_parser
 
 THOUGHT = "<|channel|>analysis<|message|>I look <up>.<|end|><|start|>assistant"
 CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Köln", "days": 2}<|call|>'

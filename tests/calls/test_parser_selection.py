@@ -13,11 +13,16 @@ from tests.traffic.tool_templates import HERMES, OPENED, TEMPLATES, THINKING
 from trencadis.core.errors import StartupError
 from trencadis.server.prompts.answer_reader import AnswerReader
 from trencadis.server.text.incremental_parser import Wait
-from trencadis.server.tools import reasoning_format_registry, tool_parser_registry
-from trencadis.server.tools.reasoning_format_registry import REASONING_GROUP, find_reasoning_format
+from trencadis.server.tools import parser_registry
+from trencadis.server.tools.parser_registry import (
+    REASONING_GROUP,
+    TOOL_GROUP,
+    TOOL_PARSERS,
+    find_reasoning_format,
+    find_tool_parser,
+)
 from trencadis.server.tools.reasoning_parser import ReasoningFormat
 from trencadis.server.tools.tool_parser import ToolParser
-from trencadis.server.tools.tool_parser_registry import TOOL_GROUP, TOOL_PARSERS, find_tool_parser
 
 OPEN, CLOSE = "<<", ">>"
 SHOUT_FORM = ReasoningFormat("((", "))")
@@ -83,8 +88,7 @@ def test_packages_offer_parsers_by_entry_points(serve: Any, monkeypatch: pytest.
         }
         return [EntryPoint(name, value, group) for name, value in made[group].items()]
 
-    for registry in (tool_parser_registry, reasoning_format_registry):
-        monkeypatch.setattr(registry, "entry_points", offered)
+    monkeypatch.setattr(parser_registry, "entry_points", offered)
     harness = serve(TEMPLATE, "((why))Now <<now>> or << never>>", tool_call_parser="shout", reasoning_parser="round")
     choice = harness.chat(tools=TOOLS).json()["choices"][0]
     assert whole(choice) == ("Now or << never>>", [("now", "{}")], "tool_calls")

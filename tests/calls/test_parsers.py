@@ -12,8 +12,8 @@ import pytest
 
 from tests.traffic.written_calls import SCHEMAS, STYLES, damaged, pieces, written
 from trencadis.server.prompts.answer_reader import AnswerReader
+from trencadis.server.tools.parser_registry import TOOL_PARSERS
 from trencadis.server.tools.tool_parser import AnswerText, CallArguments, CallEnded, CallStarted, ToolEvent
-from trencadis.server.tools.tool_parser_registry import TOOL_PARSERS
 
 MARKUP = set(
     [

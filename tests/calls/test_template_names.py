@@ -15,7 +15,7 @@ from trencadis.core.errors import StartupError
 from trencadis.server.text.chat_template import NAMES, ChatTemplate, find_template, read_override
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 from trencadis.server.tools.json_tool_parsers import HermesToolParser
-from trencadis.server.tools.tool_parser_registry import detect_tool_parser
+from trencadis.server.tools.parser_registry import detect_tool_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}

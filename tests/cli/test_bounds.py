@@ -13,7 +13,7 @@ from trencadis import LLM
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.server.config import resolve_settings
-from trencadis.server.config.flags import get_flag_table
+from trencadis.server.config.flag_table_and_lookup import get_flag_table
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.config.server_config import ServerConfig
 

@@ -14,7 +14,7 @@ import pytest
 import trencadis
 from tools import serve_demo
 from trencadis.core.errors import StartupError
-from trencadis.server.cli import chat_command as chat_cli
+from trencadis.server.cli import chat_and_complete_commands as chat_cli
 
 ROOT = Path(trencadis.__file__).resolve().parent.parent
 

@@ -16,9 +16,8 @@ from trencadis.core import envs
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import main as cli
-from trencadis.server.config import help_text, resolve_settings, value_parsers
-from trencadis.server.config import help_text as helptext
-from trencadis.server.config.flags import get_flag_table, get_flag_variables
+from trencadis.server.config import flag_reference_pages, help_text, resolve_settings, value_parsers
+from trencadis.server.config.flag_table_and_lookup import get_flag_table, get_flag_variables
 from trencadis.server.config.server_config import ServerConfig
 
 GUIDE = (
@@ -273,7 +272,7 @@ def test_no_variable_is_defined_twice():
 def test_docs_are_up_to_date():
     root = Path(trencadis.__file__).resolve().parent.parent
     page = (root / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert page == help_text.make_configuration_page(), "run tools/gen_flags.py"
+    assert page == flag_reference_pages.make_configuration_page(), "run tools/gen_flags.py"
 
 
 @pytest.mark.parametrize("text", ["1e3", "1_000", " 1000 ", "1k", "0.001M", "0.001m"])
@@ -282,13 +281,13 @@ def test_counts(text):
 
 
 def test_help_names_every_flag_and_no_hidden_one():
-    shown = helptext.make_help_text()
+    shown = help_text.make_help_text()
     for flag in get_flag_table().values():
         assert (flag.written in shown.replace("[no-]", "")) == (not flag.hidden), flag.name
     assert max(map(len, shown.splitlines())) <= 120
-    assert "--swap-space" in helptext.make_help_text("all") and "--policy" in helptext.make_help_text("all")
-    assert helptext.make_help_text("max-model-len").startswith("  --max-model-len COUNT")
-    assert "--port" not in helptext.make_help_text("engine")
+    assert "--swap-space" in help_text.make_help_text("all") and "--policy" in help_text.make_help_text("all")
+    assert help_text.make_help_text("max-model-len").startswith("  --max-model-len COUNT")
+    assert "--port" not in help_text.make_help_text("engine")
 
 
 def test_commands(capsys):

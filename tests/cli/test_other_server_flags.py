@@ -10,8 +10,8 @@ from tests.fakes.command_line import from_command_line
 from trencadis.core import envs
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import main as cli
-from trencadis.server.config import vllm_env_compatibility
-from trencadis.server.config.flags import find_flag, get_flag_table
+from trencadis.server.config import ignored_and_refused_vllm_env
+from trencadis.server.config.flag_table_and_lookup import find_flag, get_flag_table
 from trencadis.server.config.vllm_flag_table import ROWS
 
 
@@ -125,11 +125,11 @@ def test_vllms_variables_are_all_known_and_none_is_silent():
     read = {name for flag in get_flag_table().values() for name in flag.env} | set(envs.BY_NAME)
     assert (
         len(names) > 290
-        and [n for n in names if n not in read and vllm_env_compatibility.find_variable(n) is None] == []
+        and [n for n in names if n not in read and ignored_and_refused_vllm_env.find_variable(n) is None] == []
     )
-    assert not read & set(vllm_env_compatibility.BY_NAME)
+    assert not read & set(ignored_and_refused_vllm_env.BY_NAME)
     for name in set(names) - read:
-        env = vllm_env_compatibility.find_variable(name)
+        env = ignored_and_refused_vllm_env.find_variable(name)
         assert env is not None
         if env.effect == envs.REFUSED:
             with pytest.raises(StartupError, match=f"{name}='1' is refused: "):

@@ -10,7 +10,7 @@ from trencadis.core import envs
 from trencadis.core.errors import StartupError
 from trencadis.server import __main__ as module
 from trencadis.server.cli import main
-from trencadis.server.config.flags import get_flag_variables
+from trencadis.server.config.flag_table_and_lookup import get_flag_variables
 
 pytestmark = pytest.mark.part("gaudi")
 

@@ -25,7 +25,7 @@ from trencadis.server.processes.build_app import make_media_rules
 from trencadis.server.prompts.answer_grammar import AnswerOutline, RequestedCalls
 from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.routes import serving_chat
-from trencadis.server.tools.tool_parser_registry import TOOL_PARSERS
+from trencadis.server.tools.parser_registry import TOOL_PARSERS
 
 JSON = {"type": "json_object"}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -1,4 +1,4 @@
-"""``chat_command``, vLLM's flags of ``chat_command``, and ``collect-env``, which shows no secret."""
+"""``trencadis chat`` and ``complete``, vLLM's flags of ``chat``, and ``collect-env``, which shows no secret."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.cli.test_clients import server
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
-from trencadis.server.cli import chat_command, collect_env, main
+from trencadis.server.cli import chat_and_complete_commands, collect_env, main
 
 
 def continuing(seen, status=200):
@@ -34,7 +34,7 @@ def over(monkeypatch, module, transport):
 
 def test_complete_continues_a_text_or_each_line(monkeypatch, capsys):
     seen: list = []
-    over(monkeypatch, chat_command, continuing(seen))
+    over(monkeypatch, chat_and_complete_commands, continuing(seen))
     words = ["--url", "http://x/v1", "--api-key", "k-e-y", "--max-tokens", "3"]
     assert main.main(["complete", "-q", "Once", *words]) == 0
     lines = iter(["One", "", "Two"])
@@ -54,16 +54,16 @@ def test_complete_continues_a_text_or_each_line(monkeypatch, capsys):
 
 def test_what_complete_cannot_do_is_one_line(monkeypatch):
     with pytest.raises(StartupError, match="no server answers at http:"):
-        chat_command.complete_main(["x", "--url", "http://127.0.0.1:9/v1"])
-    over(monkeypatch, chat_command, continuing([], 429))
+        chat_and_complete_commands.complete_main(["x", "--url", "http://127.0.0.1:9/v1"])
+    over(monkeypatch, chat_and_complete_commands, continuing([], 429))
     with pytest.raises(StartupError, match="answered 429: no room"):
-        chat_command.complete_main(["x"])
+        chat_and_complete_commands.complete_main(["x"])
 
 
 def test_chat_takes_vllms_names(monkeypatch, capsys):
     seen: list = []
-    over(monkeypatch, chat_command, server(seen)._transport)
-    assert chat_command.main(["--quick", "hi", "--model-name", "m", "--system-prompt", "be kind"]) == 0
+    over(monkeypatch, chat_and_complete_commands, server(seen)._transport)
+    assert chat_and_complete_commands.main(["--quick", "hi", "--model-name", "m", "--system-prompt", "be kind"]) == 0
     assert capsys.readouterr().out == "Hello\n"
     assert seen[0]["model"] == "m" and seen[0]["messages"][0] == {"role": "system", "content": "be kind"}
 

@@ -16,7 +16,7 @@ from tests.compat import fields, more_fields
 from tests.compat.fields import TALK, Case, Cases
 from tests.fakes.scripted_app import ScriptedApp
 from tests.traffic.scripted_server import fresh_app
-from trencadis.core.checkpoint.pooling_config import CLASSIFY, Pooling
+from trencadis.core.checkpoint.pooling_description import CLASSIFY, Pooling
 from trencadis.core.request import Delta, Request
 from trencadis.server.text.chat_template import ChatTemplate
 

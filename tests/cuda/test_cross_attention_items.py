@@ -18,13 +18,17 @@ from trencadis.backends.cuda.launches.attention_work_items import (
     LaunchPlans,
     plan_cross_items,
 )
-from trencadis.backends.cuda.launches.input_buffer_bytes import cross_attention_bytes, input_bytes
+from trencadis.backends.cuda.launches.bucket_capacity import (
+    cross_attention_block_tokens,
+    cross_attention_bytes,
+    cross_attention_capacity,
+    input_bytes,
+)
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
-from trencadis.backends.cuda.launches.work_item_capacity import cross_attention_block_tokens, cross_attention_capacity
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.cross_attention_inputs import VARIANT
 from trencadis.core.device_shape_policy import InputSizes
-from trencadis.core.models.cross_attention_decoder import arena_row_numbers
+from trencadis.core.models.image_cross_attention import arena_row_numbers
 from trencadis.core.vision_config import SlotForm
 
 LENGTH = 6404

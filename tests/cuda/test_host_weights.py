@@ -17,12 +17,12 @@ from trencadis.backends.cuda.cpu_twin import twin_runtime
 from trencadis.backends.cuda.cpu_twin.cuda_rules import CaptureError
 from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinCall, TwinRuntime
 from trencadis.backends.cuda.runtime_protocol import Stream
-from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.weight_offload import plan_offload
+from trencadis.core.memory.host_memory_offload import plan_offload
 from trencadis.core.request import Request, SamplingParams
 from trencadis.server.plan.plan_command import make_plan
 

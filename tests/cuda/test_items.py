@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 
 from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import SPAN
 from trencadis.backends.cuda.launches.attention_work_items import END, HORIZON, STEP, ItemPlans, Items, blocks_of
-from trencadis.backends.cuda.launches.work_item_capacity import LEAST, WAVES, ItemCapacity, block_tokens, item_capacity
+from trencadis.backends.cuda.launches.bucket_capacity import LEAST, WAVES, ItemCapacity, block_tokens, item_capacity
 from trencadis.core.buckets import Bucket, Stage
 
 LONGEST = 131_072

@@ -183,7 +183,7 @@ def test_the_ledger_counts_what_a_plan_works_in(
     """Launches of a stage share one room, as large as its largest bucket needs; prices have it on paper."""
     flashinfer.install(monkeypatch)
     found = attention_library_selector.select_library("FLASHINFER", 90)
-    from trencadis.backends.cuda.launches.cuda_inputs import Sizes
+    from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes
 
     runtime, launches = TwinRuntime(size=64 << 30), list[FlashInferLaunch]()
     cuda = Sizes(16, 40, 50, kv_heads, group=group, processors=132)

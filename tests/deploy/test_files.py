@@ -21,7 +21,7 @@ from tests.fakes.text_checkpoint import write_text_checkpoint
 from trencadis.core.process.engine_messages import BucketUse, EngineStats, GraphCounters
 from trencadis.core.startup_progress_and_warmup_pacing import Warming
 from trencadis.server.config.command_line_parser import parse
-from trencadis.server.config.flags import get_flag_table
+from trencadis.server.config.flag_table_and_lookup import get_flag_table
 from trencadis.server.config.resolve_settings import resolve_settings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,8 @@ from trencadis.core.request import TokenLogprob
 from trencadis.server.prompts.answer_reader import AnswerPart, AnswerReader, CallPart
 from trencadis.server.prompts.output_processor import TextPiece
 from trencadis.server.routes.message_translation import AnswerBlock, BlockBuilder, BlockClosed, BlockDelta, BlockOpened
+from trencadis.server.tools.parser_registry import TOOL_PARSERS
 from trencadis.server.tools.reasoning_parser import AnswerContent, ReasoningContent, ReasoningParser
-from trencadis.server.tools.tool_parser_registry import TOOL_PARSERS
 
 
 def read(style: str, parts: list[str]) -> list[tuple[str, str, str]]:

@@ -19,7 +19,7 @@ import pytest
 
 from tests.calls.conftest import SPECIAL, templated_app
 from tests.dialects.dialect_answers import SCRIPTS, Script
-from tests.fakes.scripted_app import ScriptedApp
+from tests.fakes.scripted_app import ScriptedApp, join_deltas
 from tests.fakes.text_checkpoint import TEMPLATE, write_text_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -122,6 +122,32 @@ def test_events_are_those_of_the_golden_file(apps: Apps, api: str, name: str) ->
     assert list(written(found)) == lines
     if api == "responses":
         assert [one["sequence_number"] for one in found] == list(range(len(found)))
+
+
+def uncounted(lines: list[str]) -> list[str]:
+    """The lines of ``written`` without the numbers of deltas."""
+    return [re.sub(r"^([\w.]+) x\d+ ", r"\1 ", line) for line in lines]
+
+
+@pytest.mark.parametrize("count", [2, 5, 1000])
+@pytest.mark.parametrize("name", [n for n, s in SCRIPTS.items() if s.breaks is None])
+@pytest.mark.parametrize("api", PATHS)
+def test_deltas_of_several_tokens_have_the_events_of_the_golden_file(
+    tagged: Path, api: str, name: str, count: int
+) -> None:
+    """But for their number: the text of a block, and all events around it, are those of deltas of one token."""
+
+    def apps(template: str) -> ScriptedApp:
+        harness = templated_app(tagged, template)
+        join_deltas(harness.engine, count)
+        return harness
+
+    found = events(run(apps, api, SCRIPTS[name], True))
+    check_typed(found)
+    lines = (GOLDEN / f"{api} {name}.txt".replace(" ", "_")).read_text().splitlines()
+    assert uncounted(list(written(found))) == uncounted(lines)
+    single = events(run(cache(partial(templated_app, tagged)), api, SCRIPTS[name], True))
+    assert len(found) < len(single) or sum(map(bool, map(piece, single))) <= 3
 
 
 def content(body: dict[str, Any]) -> Any:

@@ -13,13 +13,14 @@ from tests.engine.test_schedules import play
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.launches.rank_input_batch import RankInputBatch
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.scheduling.encoder_scheduler import EncoderCache
+from trencadis.core.scheduling.encoder_cache import EncoderCache
 from trencadis.core.scheduling.fair_order import FairOrder
 from trencadis.core.scheduling.request_lifecycle import Lifecycle
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Sequence, SequenceStatus
-from trencadis.core.step import HeadOutput, Step, StepOutput
+from trencadis.core.step import Step
+from trencadis.core.step_output import HeadOutput, StepOutput
 
 EOS = 1
 

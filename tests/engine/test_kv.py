@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trencadis.core.kv.block_pool import BlockHashChain, BlockPool
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import AdapterRef, Request, SamplingParams
-from trencadis.core.scheduling.encoder_scheduler import EncoderCache
-from trencadis.core.shared_constants import RESERVED_BLOCKS
+from trencadis.core.scheduling.encoder_cache import EncoderCache
 from trencadis.multimodal.qwen2_vl.mrope import mrope_positions as rotary
 
 

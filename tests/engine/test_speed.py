@@ -10,7 +10,7 @@ import pytest
 from trencadis import LLM, SamplingParams
 from trencadis.core.errors import StartupError
 from trencadis.core.process import engine_messages
-from trencadis.server.engine.request_link import STALL_FACTOR, STALL_SECONDS, EngineLink
+from trencadis.server.engine.engine_process_link import STALL_FACTOR, STALL_SECONDS, EngineLink
 
 MANY = 2048
 

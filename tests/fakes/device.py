@@ -14,7 +14,7 @@ from trencadis.core.device_shape_policy import Policy
 from trencadis.core.graphs.graph_capture import CaptureJournal, GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.memory.graph_selection import GraphPrice
-from trencadis.core.memory.ledger import GraphSettings, MemoryInUse, divide_memory
+from trencadis.core.memory.memory_division import GraphSettings, MemoryInUse, divide_memory
 
 GIB = 1 << 30
 AXES: dict[Stage, tuple[str, ...]] = {

@@ -14,11 +14,11 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.device.backend import BackendConfig, SamplerState
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS
+from trencadis.core.launch_inputs import StepInputs
 from trencadis.core.launches.persistent_tensors import kv_cache, recurrent_states
 from trencadis.core.models.interface import Persistent
 from trencadis.core.models.model_loader import load_model
-from trencadis.core.shared_constants import RESERVED_BLOCKS
-from trencadis.core.step import StepInputs
 
 BLOCK, BLOCKS, ARENA = 4, 64, 512
 

@@ -16,7 +16,7 @@ from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.engine.graph_startup import DeviceStart
+from trencadis.core.engine.device_startup import DeviceStart
 from trencadis.core.engine.startup_plan import DryRun, StartupPlan
 from trencadis.core.engine.startup_plan import PlannedDevice as Paper
 from trencadis.core.engine_config import EngineConfig

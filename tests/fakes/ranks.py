@@ -14,19 +14,8 @@ from trencadis.core.executor import rank_messages
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.request import AdapterRef
 from trencadis.core.startup_progress_and_warmup_pacing import Progress, Warming
-from trencadis.core.step import (
-    AdapterUpload,
-    Bias,
-    Draw,
-    Encode,
-    HeadOutput,
-    ImageRows,
-    Reset,
-    Row,
-    Sample,
-    Step,
-    StepOutput,
-)
+from trencadis.core.step import AdapterUpload, Bias, Draw, Encode, ImageRows, Reset, Row, Sample, Step
+from trencadis.core.step_output import HeadOutput, StepOutput
 
 
 class Said:

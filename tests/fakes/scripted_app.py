@@ -41,6 +41,27 @@ from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 MAX_MODEL_LEN = 1024
 
 
+def join_deltas(engine: ScriptedEngine, count: int) -> None:
+    """Lets each delta of a choice have ``count`` tokens, the last one fewer, as steps that accept drafts make them."""
+    single = engine._deltas
+
+    async def joined(request: Request) -> AsyncIterator[Delta]:
+        kept: dict[int, Delta] = {}
+        async for delta in single(request):
+            before = kept.pop(delta.choice, None)
+            if before is not None:
+                delta.tokens = before.tokens + delta.tokens
+                delta.prompt_logprobs = before.prompt_logprobs or delta.prompt_logprobs
+                if before.logprobs is not None:
+                    delta.logprobs = before.logprobs + (delta.logprobs or [])
+            if delta.finish is None and len(delta.tokens) < count:
+                kept[delta.choice] = delta
+            else:
+                yield delta
+
+    engine._deltas = joined  # type: ignore[method-assign]
+
+
 class ScriptedEngine:
     """Answers every request with ``answer`` (ids), one token a delta, ended by ``eos``."""
 

@@ -15,7 +15,7 @@ import torch
 
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime, bridge
-from trencadis.backends.hpu.emulator.emulated_errors import parse
+from trencadis.backends.hpu.emulator.injected_faults import parse
 from trencadis.backends.hpu.hccl_comm import HpuComm
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.shape_policy import policy
@@ -29,7 +29,7 @@ from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.memory.graph_selection import GraphPrice
-from trencadis.core.memory.ledger import GraphSettings, MemoryInUse, divide_memory
+from trencadis.core.memory.memory_division import GraphSettings, MemoryInUse, divide_memory
 from trencadis.core.models import model_loader
 from trencadis.core.step import Encode, ImageRows, Row, Sample
 from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES

@@ -108,7 +108,7 @@ def test_weights_are_rounded_as_they_load_and_counted(method: str, files: Files)
 
     from trencadis.backends.cpu import make_backend
     from trencadis.core.device.backend import BackendConfig
-    from trencadis.core.memory.estimate import MemoryEstimator
+    from trencadis.core.memory.memory_estimator import MemoryEstimator
 
     form = list(FORMS["gemma4"])[2]
     config = load_config(files(form, "awq")[1], method)

@@ -16,10 +16,10 @@ from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ImageNeeds
-from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.models.model_loader import load_model
 
 BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")

@@ -15,8 +15,8 @@ import pytest
 from trencadis.core import devices
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.errors import StartupError
-from trencadis.core.old_names import MEMBERS, MODULES, MOVED, NAMES, find_successors
-from trencadis.server.tools import reasoning_format_registry, tool_parser_registry
+from trencadis.core.renamed_plugin_api import MEMBERS, MODULES, MOVED, NAMES, find_successors
+from trencadis.server.tools import parser_registry
 
 PLUGIN = "plugin_of_before"
 Write = Callable[[str], str]
@@ -57,15 +57,15 @@ def test_every_name_and_member_has_a_successor_in_the_source() -> None:
     words = {word for found in defined for word in found}
     new = {*NAMES.values(), *MEMBERS, *(name for members in MEMBERS.values() for name in members.values())}
     assert new - words == set()
-    assert all(hasattr(import_module(f"trencadis.{module}"), name) for name, module in MOVED.items())
+    assert all(hasattr(import_module(f"trencadis.{new}"), old.rpartition(".")[2]) for old, new in MOVED.items())
 
 
 @pytest.mark.parametrize(
     ("source", "said"),
     [
         (
-            "from trencadis.core.layout import Array",
-            "trencadis.core.layout is called trencadis.core.shared_constants now",
+            "from trencadis.core.layout import WINDOW_SLOTS",
+            "trencadis.core.layout.WINDOW_SLOTS is called trencadis.core.vision_config.WINDOW_SLOTS now",
         ),
         (
             "from trencadis.multimodal.tiles.model import (\n    TileModel,\n)",
@@ -77,8 +77,20 @@ def test_every_name_and_member_has_a_successor_in_the_source() -> None:
             "trencadis.core.buckets.Plan is called trencadis.core.bucket_plan.Plan now",
         ),
         (
+            "from trencadis.core.step import Step, StepInputs",
+            "trencadis.core.step.StepInputs is called trencadis.core.launch_inputs.StepInputs now",
+        ),
+        (
+            "from trencadis.core import step\nstep.HeadOutput",
+            "trencadis.core.step.HeadOutput is called trencadis.core.step_output.HeadOutput now",
+        ),
+        (
             "from trencadis.core.families.opt import describe",
             "trencadis.core.families.opt is called trencadis.core.family_configs.opt now",
+        ),
+        (
+            "from trencadis.core.models.attention import HeadSpan",
+            "trencadis.core.models.attention.HeadSpan is called trencadis.core.models.rotary_embedding.HeadSpan now",
         ),
         ("from trencadis.multimodal.processor_interface import Prepared", "Prepared is called PreparedImage now"),
         (
@@ -107,20 +119,20 @@ def test_other_errors_of_plug_ins_have_no_successor(write: Write) -> None:
 
 
 def test_each_kind_of_plug_in_is_told(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = write("from trencadis.core.layout import Array")
-    said = "trencadis.core.layout is called trencadis.core.shared_constants now"
+    where = write("from trencadis.multimodal.rgb_images import to_rgb")
+    said = "trencadis.multimodal.rgb_images is called trencadis.multimodal.convert_to_rgb now"
 
     def offered(group: str) -> list[EntryPoint]:
         return [EntryPoint("other", f"{where}X", group)]
 
-    for module in (devices, reasoning_format_registry, tool_parser_registry, model_registry):
+    for module in (devices, parser_registry, model_registry):
         monkeypatch.setattr(module, "entry_points", offered)
     model_registry.installed_families.cache_clear()
     model_registry.family_of.cache_clear()
     asked = (
         lambda: devices.policy_of("other"),
-        lambda: reasoning_format_registry.find_reasoning_format("other", None),
-        lambda: tool_parser_registry.find_tool_parser("other", None),
+        lambda: parser_registry.find_reasoning_format("other", None),
+        lambda: parser_registry.find_tool_parser("other", None),
         lambda: model_registry.family_of("other"),
     )
     try:
@@ -137,9 +149,9 @@ def test_each_kind_of_plug_in_is_told(write: Write, monkeypatch: pytest.MonkeyPa
 def test_a_parser_with_methods_of_before_is_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     source = "from trencadis.server.tools.tool_parser import ToolParser\n"
     where = write(source + "class Old(ToolParser):\n    def grammar(self): ...\n    def call(self): ...\n")
-    point = EntryPoint("old", f"{where}Old", tool_parser_registry.TOOL_GROUP)
-    monkeypatch.setattr(tool_parser_registry, "entry_points", lambda group: [point])
+    point = EntryPoint("old", f"{where}Old", parser_registry.TOOL_GROUP)
+    monkeypatch.setattr(parser_registry, "entry_points", lambda group: [point])
     with pytest.raises(StartupError) as refused:
-        tool_parser_registry.find_tool_parser("old", None)
+        parser_registry.find_tool_parser("old", None)
     line = one_line(refused)
     assert "Old.grammar is called parse now" in line and "Old.call is called call_rule now" in line

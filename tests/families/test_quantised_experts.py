@@ -20,10 +20,10 @@ from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.memory.weight_bytes import weight_notes
 from trencadis.core.models.model_loader import load_model
-from trencadis.core.quant.weight_storage_format import CODES, FLOATS8, ROWS8
+from trencadis.core.quant.quantisation_scheme import CODES, FLOATS8, ROWS8
 
 pytestmark = pytest.mark.part("quantised")
 

@@ -18,7 +18,7 @@ from tests.fakes.hand_driven_model import HandDrivenModel
 from tests.families.text_checkpoints import rename, set_keys
 from trencadis.backends.cpu.shape_policy import PADDED
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.checkpoint.rope_config import YarnScaling
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
@@ -118,8 +118,7 @@ def test_unknown_keys_are_one_line(copied: Any, caplog: Any) -> None:
     assert load_config(path).unread == ()
     set_keys(path, router_aux_loss_coef=0.1, attn_logit_softcap=30.0)
     assert load_config(path).unread == ("attn_logit_softcap", "router_aux_loss_coef")
-    from trencadis.server.prompts.media_frontends import MediaRules
-    from trencadis.server.prompts.text_service_builder import make_text_service
+    from trencadis.server.prompts.media_frontends import MediaRules, make_text_service
 
     with caplog.at_level(logging.WARNING, "trencadis"):
         make_text_service(EngineConfig(model=str(path)), MediaRules())

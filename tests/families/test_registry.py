@@ -16,7 +16,7 @@ from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.family import BARE, CLASSIFY, GENERATE, DeviceShare
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.shapes.launch_costs import costs_of
 from trencadis.server.cli import list_models, main
 
@@ -81,9 +81,9 @@ def test_a_family_is_at_most_120_lines() -> None:
 NAMED = re.compile(r"qwen|llama|mistral|\bgpt.?2|\bopt.(?:125|350)|\bOPTFor|\bgemma|\bphi\b", re.IGNORECASE)
 REMAINS = {
     "server/text/chat_template.py": "file names of templates, theirs and ours",
-    "core/old_names.py": "names of before and their successors",
+    "core/renamed_plugin_api.py": "names of before and their successors",
     "core/checkpoint/rope_config.py": "llama3 is the name of a rotary type in every config.json",
-    "core/models/attention.py": "the same type, and whose report has its formula",
+    "core/models/rotary_embedding.py": "the same type, and whose report has its formula",
     "core/checkpoint/config_reader.py": "a key that says whose pooling head it was; it changes nothing",
     "core/engine_config.py": "what --load-format takes elsewhere",
     "core/envs.py": "what Intel's guide says about a variable",
@@ -147,7 +147,7 @@ def test_a_family_may_count_its_own_weights_and_costs(form: Any, monkeypatch: An
         values=lambda model: 7,
     )
     assert costs_of(config, 16, 100.0).head != 64 * config.text.vocab / 7
-    for place in ("trencadis.core.memory.estimate", "trencadis.core.shapes.launch_costs"):
+    for place in ("trencadis.core.memory.memory_estimator", "trencadis.core.shapes.launch_costs"):
         monkeypatch.setattr(f"{place}.family_of", lambda architecture: own)
     assert MemoryEstimator(config, itemsize=4, ranks=2).weights() == 8000 == own.weights(config, DeviceShare(4, 2))  # type: ignore[misc]
     assert costs_of(config, 16, 100.0).head == 64 * config.text.vocab / 7

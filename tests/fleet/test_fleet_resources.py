@@ -12,9 +12,11 @@ from trencadis.core.kv.block_pool import BlockHashChain, BlockPool, EvictionLog,
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.process.engine_messages import EngineInfo, EngineStats
 from trencadis.core.request import AdapterRef, Request, SamplingParams
-from trencadis.core.scheduling.encoder_scheduler import EncoderCache
+from trencadis.core.scheduling.encoder_cache import EncoderCache
 from trencadis.server.processes.combined_engine_state import merge_infos, sum_stats
 from trencadis.server.processes.multi_engine_client import make_request_cost, read_keys
+from trencadis.server.processes.replica_router import PrefixAffinityRouter
+from trencadis.server.processes.replica_wait_prediction import RequestCost
 from trencadis.server.processes.start_engines import divide_resources
 
 
@@ -30,11 +32,14 @@ def test_cards_are_dealt_in_order_and_a_cpu_is_divided():
 
 
 def test_counters_add_up_and_a_client_sees_the_least_longest_request():
-    a = EngineStats(running=2, prompt_tokens=10, step_tokens=[1], graphs=GraphCounters(1, 0, {"decode": 5}))
-    b = EngineStats(running=3, prompt_tokens=7, graphs=GraphCounters(2, 1, {"decode": 2, "prompt": 1}))
+    a = EngineStats(
+        running=2, prompt_tokens=10, step_tokens=[1], graphs=GraphCounters(1, 0, {"decode": 5}, graph_breaks=2)
+    )
+    b = EngineStats(running=3, prompt_tokens=7, graphs=GraphCounters(2, 1, {"decode": 2, "prompt": 1}, graph_breaks=3))
     s = sum_stats([a, b])
     assert (s.running, s.prompt_tokens, s.step_tokens) == (5, 17, [])
     assert (s.graphs.lazy_compiles, s.graphs.recompiles, s.graphs.bytes) == (3, 1, {"decode": 7, "prompt": 1})
+    assert s.graphs.graph_breaks == 5
     infos = [EngineInfo("cpu", "float32", n, 16, 100, 10, 64) for n in (512, 256)]
     made = merge_infos([None, *infos])
     assert made is not None and (made.max_model_len, made.num_blocks) == (256, 200)
@@ -71,6 +76,32 @@ def test_the_router_names_images_as_the_engine_that_encodes_them_with_an_adapter
         adapter = AdapterRef("f" * 64, "/", "one", tower)
         request = Request("a", [*range(100)], SamplingParams(), spans, salt="s", adapter=adapter)
         assert make_request_cost(request, 16).images[1].key == read_keys(image_key(key))[0]
+
+
+def test_requests_of_an_adapter_go_where_it_was_used_before():
+    """Unless that engine is busier than reading the adapter takes; requests of the base go anywhere."""
+
+    def cost(number: int, digest: str) -> RequestCost:
+        adapter = AdapterRef(digest, "/", "name") if digest else None
+        return make_request_cost(Request(f"r{number}", [number] * 40, SamplingParams(), adapter=adapter), 16)
+
+    assert cost(1, "ab" * 32).images == cost(2, "ab" * 32).images != cost(1, "cd" * 32).images
+    assert cost(1, "").images == []
+    router = PrefixAffinityRouter(50, seed=4)
+    for i in range(50):
+        router.open(i)
+    for replica, digest in ((7, "ab" * 32), (31, "cd" * 32)):
+        router.on_ended(router.assign(replica, cost(replica, digest), 0.0), 0.0)
+    for number in range(100, 110):
+        for replica, digest in ((7, "ab" * 32), (31, "cd" * 32)):
+            ticket = router.choose(cost(number, digest), 1.0)
+            assert ticket is not None and ticket.replica == replica
+            router.on_ended(ticket, 1.0)
+    chosen = [router.choose(cost(200 + number, ""), 2.0) for number in range(50)]
+    assert len({one.replica for one in chosen if one is not None}) > 40
+    router.assign(7, RequestCost(40_000), 3.0)
+    last = router.choose(cost(300, "ab" * 32), 3.0)
+    assert last is not None and last.replica != 7
 
 
 def test_a_prompt_that_reads_no_prefix_has_none():

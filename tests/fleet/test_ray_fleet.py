@@ -17,7 +17,7 @@ from tests.fakes.command_line import from_command_line
 from trencadis.core.devices import CARD_VARIABLES
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor import ray_broker, ray_cluster, ray_engines
+from trencadis.core.executor import ray_broker_process, ray_cluster, ray_engines
 from trencadis.core.executor import ray_engine_placement as on_node
 from trencadis.core.executor.engine_launcher import EngineHandle
 from trencadis.core.executor.rank_info import compute_rank_fingerprint
@@ -113,7 +113,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
 
     def brokered() -> tuple[Any, socket.socket]:
         ours, reference = socket.socketpair()
-        thread = threading.Thread(target=ray_broker.serve_broker, args=(reference,), daemon=True)
+        thread = threading.Thread(target=ray_broker_process.serve_broker, args=(reference,), daemon=True)
         thread.start()
         made.brokers.append((reference, thread))
         return SimpleNamespace(wait=thread.join), ours

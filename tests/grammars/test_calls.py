@@ -13,8 +13,8 @@ from trencadis.core.errors import BadRequest
 from trencadis.server.prompts.answer_grammar import AnswerOutline, RequestedCalls
 from trencadis.server.prompts.answer_reader import AnswerParsers, AnswerPart, AnswerReader
 from trencadis.server.protocol.tool_definitions import get_schemas
+from trencadis.server.tools.parser_registry import TOOL_PARSERS
 from trencadis.server.tools.reasoning_parser import THINK
-from trencadis.server.tools.tool_parser_registry import TOOL_PARSERS
 
 WEATHER: dict[str, Any] = {
     "name": "get_weather",

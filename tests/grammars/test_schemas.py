@@ -17,7 +17,7 @@ from trencadis.core.errors import BadRequest
 from trencadis.server.grammars.grammar_writer import WhitespaceRule
 from trencadis.server.grammars.json_schema_normaliser import LEVELS
 from trencadis.server.grammars.response_format import RequestedFormat
-from trencadis.server.grammars.schema_rewrite import REFUSED
+from trencadis.server.grammars.schema_rewrite_and_one_of_disjointness import REFUSED
 
 FORMATTED = jsonschema.Draft202012Validator.FORMAT_CHECKER
 

@@ -16,7 +16,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.graphs.warmup import Warmup
-from trencadis.core.memory.ledger import POOLS, pool_of
+from trencadis.core.memory.memory_division import POOLS, pool_of
 
 COUNT = len(small_plan().buckets)
 MIB = 1 << 20

@@ -12,7 +12,7 @@ import pytest
 
 from tests.traffic.requests import Traffic
 from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime
-from trencadis.backends.hpu.emulator.emulated_errors import parse
+from trencadis.backends.hpu.emulator.injected_faults import parse
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import ProgramState
@@ -21,7 +21,7 @@ from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.bucket_profile import write_profile
-from trencadis.core.shapes.learned_plan import KEPT_STAGES
+from trencadis.core.shapes.plan_from_recorded_needs import KEPT_STAGES
 from trencadis.core.shapes.shape_need_histogram import NeedHistogram
 from trencadis.server.plan.plan_command import make_plan
 

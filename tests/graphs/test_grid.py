@@ -25,7 +25,7 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.device.backend import BackendConfig, ProgramState
-from trencadis.core.engine.graph_startup import DeviceStart
+from trencadis.core.engine.device_startup import DeviceStart
 from trencadis.core.engine.startup_checks import quantise_model
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.bucket_options import BucketOptions

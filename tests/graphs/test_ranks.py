@@ -18,7 +18,7 @@ from trencadis.core.device.backend import ProgramState
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.graphs.warmup import Warmup
-from trencadis.core.memory.ledger import POOLS
+from trencadis.core.memory.memory_division import POOLS
 
 BUCKETS = small_plan().buckets
 COUNT = len(BUCKETS)

@@ -20,8 +20,8 @@ from tests.graphs.test_ranks import ThreadComm, together
 from tests.traffic.requests import Traffic
 from trencadis.backends.hpu.emulator import emulated_recipe_cache
 from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime
-from trencadis.backends.hpu.emulator.emulated_errors import parse
 from trencadis.backends.hpu.emulator.emulated_recipe_cache import LaunchRates
+from trencadis.backends.hpu.emulator.injected_faults import parse
 from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
@@ -30,15 +30,15 @@ from trencadis.core.engine.bucket_search_process import FoundBuckets
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.engine_config import EngineConfig
+from trencadis.core.graph_plan_report import FAILURE, PUBLISHED
 from trencadis.core.graphs.graph_capture import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.graphs.live_plan_change import PlanChange
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.memory.graph_selection import GraphPrice
-from trencadis.core.shape_learning_report import FAILURE, PUBLISHED
 from trencadis.core.shapes.bucket_profile import read_profile
-from trencadis.core.shapes.cost_model import LaunchTime, LaunchTimes, MeasuredCosts, residuals_of
-from trencadis.core.shapes.learned_plan import KEPT_STAGES, learn_plan
+from trencadis.core.shapes.measured_launch_times import LaunchTime, LaunchTimes, MeasuredCosts, residuals_of
+from trencadis.core.shapes.plan_from_recorded_needs import KEPT_STAGES, learn_plan
 from trencadis.core.shapes.shape_need_histogram import NeedHistogram
 
 MIB = 1 << 20

@@ -18,9 +18,9 @@ from tests.fakes.counting_engine import HELD, SLOW, STUCK, WORDS
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import Unavailable
 from trencadis.core.executor.engine_launcher import spawn_engine
+from trencadis.core.output_constraints import Rule
 from trencadis.core.request import Delta, Request, SamplingParams
-from trencadis.core.structured_outputs import Rule
-from trencadis.server.engine import request_link
+from trencadis.server.engine import engine_process_link
 from trencadis.server.engine.supervisor import Supervisor
 
 FACTORY = "tests.fakes.counting_engine:CountingEngine.create"
@@ -271,8 +271,8 @@ def test_fifty_sleeps_and_wakes_leave_nothing_behind() -> None:
 
 
 def test_a_loop_that_is_stuck_outside_of_a_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_link, "STALL_SECONDS", 0.3)
-    monkeypatch.setattr(request_link, "PING_INTERVAL", 0.1)
+    monkeypatch.setattr(engine_process_link, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(engine_process_link, "PING_INTERVAL", 0.1)
 
     async def body(s: Supervisor) -> None:
         (delta,) = await asyncio.wait_for(collect(s.submit(request("a", STUCK), ())), 30)

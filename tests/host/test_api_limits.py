@@ -28,7 +28,7 @@ from trencadis.multimodal.media_uuids import UuidRegistry, name_digest
 from trencadis.multimodal.processor_interface import PlaceholderRun, PreparedImage, PreparedVideo
 from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.engine.engine_client import DeltaCallback
-from trencadis.server.engine.request_link import OpenRequest
+from trencadis.server.engine.engine_process_link import OpenRequest
 from trencadis.server.http import listener
 from trencadis.server.processes import aggregated_metrics
 from trencadis.server.processes.api_process import RequestRelay

@@ -21,11 +21,12 @@ from trencadis.backends.cpu.backend import make_tensors
 from trencadis.backends.cpu.host_padding import slot_map
 from trencadis.core.executor import rank_messages
 from trencadis.core.kv.block_pool import BlockHashChain
+from trencadis.core.launch_inputs import StepInputs
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs, join_head_inputs, text_inputs
 from trencadis.core.launches.rank_input_batch import BatchOutOfStep, RankInputBatch
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.sequence import uniform
-from trencadis.core.step import Step, StepInputs
+from trencadis.core.step import Step
 
 EVERYTHING = np.full((1, 8), 255, np.uint8)
 

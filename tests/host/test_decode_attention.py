@@ -15,7 +15,7 @@ from trencadis.backends.cpu.native import attention_and_row_kernels
 from trencadis.backends.cpu.native.kernel_table import TORCH
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.core.device.backend import LayerKV
-from trencadis.core.models import kv_cache_codes
+from trencadis.core.models import kv_cache_quantisation
 
 BLOCK = 16
 CASES = (
@@ -139,10 +139,14 @@ def test_codes_of_eight_bits_are_read_as_they_are_opened(
     codes = [torch.zeros(k.shape, dtype=code) for _ in "kv"]
     scales = [torch.zeros(k.shape[:3], dtype=torch.float16) for _ in "kv"]
     bias = torch.randn(k.shape[2:], generator=torch.Generator().manual_seed(1))
-    more = (torch.zeros(*k.shape[:3], kept, dtype=torch.bfloat16), kv_cache_codes.pairs_of(bias, kept)) if kept else ()
+    more = (
+        (torch.zeros(*k.shape[:3], kept, dtype=torch.bfloat16), kv_cache_quantisation.pairs_of(bias, kept))
+        if kept
+        else ()
+    )
     coded = LayerKV(codes[0], codes[1], scales[0], scales[1], *more)
-    kv_cache_codes.store(plain(k), plain(v), coded, torch.arange(len(plain(k))))
-    exact = made.exact(*kv_cache_codes.read_slots(coded, slice(0, len(plain(k))), torch.float32))
+    kv_cache_quantisation.store(plain(k), plain(v), coded, torch.arange(len(plain(k))))
+    exact = made.exact(*kv_cache_quantisation.read_slots(coded, slice(0, len(plain(k))), torch.float32))
     made.kv = coded
     assert attention_and_row_kernels.can_decode(made.q, made.kv, ops.table)
     with kernel_kinds.served("decode_attention", ops.table):

@@ -16,7 +16,7 @@ from tests.engine.test_schedules import random_request
 from tests.oracles.shadow_engine import VOCAB, Clock, ScheduleDriver, shadow_engine
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import MIXED_AXES, Bucket, Stage
-from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.device_shape_policy import Policy
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import _times
@@ -25,7 +25,8 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.shapes.step_times_and_chunk_budget import LADDER, ChunkBudget, StepTimes, StepWork, chunk_sizes
-from trencadis.core.step import Step, StepOutput
+from trencadis.core.step import Step
+from trencadis.core.step_output import StepOutput
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
 PAIR = 1e-3

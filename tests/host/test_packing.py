@@ -26,8 +26,8 @@ from trencadis.core.checkpoint.model_registry import family_of
 from trencadis.core.checkpoint.weight_file_reader import open_weights
 from trencadis.core.checkpoint.weight_source_interface import StackedPart, StoredRows
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.models.attention import PartialRotarySource
 from trencadis.core.models.linear_and_embedding import Linear, RowParallelLinear
+from trencadis.core.models.rotary_embedding import PartialRotarySource
 
 TYPES = kernel_kinds.shared_types()
 STORED = (torch.float32, torch.bfloat16, torch.float16)

@@ -18,14 +18,14 @@ from tests.host.test_decode_attention import decoding
 from tests.ops.test_many_queries import prompts
 from tests.ops.test_rotary import make_parts
 from trencadis.backends.cpu.backend import torch_is_idle
-from trencadis.backends.cpu.native import dense_linear, kernel_threads, thread_count_control, weight_packing
+from trencadis.backends.cpu.native import dense_linear, kernel_threads, threads_on_busy_cpus, weight_packing
 from trencadis.backends.cpu.native.attention_and_row_kernels import rotate
 from trencadis.backends.cpu.native.kernel_table import VARIABLE
-from trencadis.backends.cpu.native.thread_count_control import ThreadUse, run_delay, stolen_time
+from trencadis.backends.cpu.native.threads_on_busy_cpus import ThreadUse, run_delay, stolen_time
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.weight_storage_format import Scheme
+from trencadis.core.quant.quantisation_scheme import Scheme
 
 pytestmark = pytest.mark.skipif(not kernel_kinds.OWN, reason="own kernels do not run on this CPU")
 MILLISECOND = 1_000_000
@@ -209,7 +209,7 @@ def test_packed_weights_are_the_same_from_any_number_of_threads(pool: kernel_thr
 
 
 class FakePool:
-    """``thread_count_control.ThreadPool`` of three threads beside the caller's."""
+    """``threads_on_busy_cpus.ThreadPool`` of three threads beside the caller's."""
 
     def __init__(self) -> None:
         self.charged, self.tended, self.lates = dict[int, int](), list[int](), dict[int, int]()
@@ -304,10 +304,10 @@ def test_torchs_threads_follow_and_a_line_says_so(tmp_path: Path, caplog: pytest
         now[0] += 0.06
         look(use)
         assert torch.get_num_threads() == 4
-        now[0] += thread_count_control.PAUSE + 1
+        now[0] += threads_on_busy_cpus.PAUSE + 1
         look(use)
         assert fake.tended[-1] == 1, "what was known is out of date"
-        now[0] += thread_count_control.QUIET
+        now[0] += threads_on_busy_cpus.QUIET
         look(use)
     lines = [record.getMessage() for record in caplog.records]
     busy = "cpu: 2 of 4 threads in use: the CPUs are busy with other work"

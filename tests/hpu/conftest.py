@@ -18,7 +18,7 @@ from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.emulator.emulated_errors import parse
+from trencadis.backends.hpu.emulator.injected_faults import parse
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.shape_policy import policy
 from trencadis.core.device.backend import BackendConfig
@@ -131,9 +131,15 @@ def card() -> EmulatedDevice:
 
 @pytest.fixture
 def hpu() -> Callable[..., Any]:
-    """``hpu(block_size=4, faults="oom@capture:1")``: a backend on a card of its own."""
+    """``hpu(block_size=4, faults="oom@capture:1")``: a backend on a card of its own.
 
-    def make(*, faults: str = "", computes: bool = True, lazy: bool = True, kernels: bool = True, **cfg: Any) -> Any:
+    ``pinned``: host memory for copies is ordinary memory, which the bridge says is pinned, or is not.
+    """
+
+    def make(
+        *, faults: str = "", computes: bool = True, lazy: bool = True, kernels: bool = True,
+        pinned: bool | None = None, **cfg: Any,
+    ) -> Any:  # fmt: skip
         import dataclasses
 
         device = EmulatedDevice(profile(""), computes, parse(faults))
@@ -142,6 +148,8 @@ def hpu() -> Callable[..., Any]:
             missing = ("fused_sdpa", "fused_rms_norm", "apply_rotary", "sdpa_parts", "product", "block_adjustment")
             without: dict[str, Any] = dict.fromkeys(missing)
             bridge = dataclasses.replace(bridge, **without)
+        if pinned is not None:
+            bridge = dataclasses.replace(bridge, pin=lambda tensor: tensor.detach().clone(), pinned=pinned)
         switches = cfg.pop("switches", HpuSettings(fp32_softmax_vision=True))
         backend = HpuBackend(BackendConfig(**cfg), policy(""), bridge, switches)
         backend.card = device  # type: ignore[attr-defined]

@@ -14,9 +14,13 @@ from torch import Tensor
 
 from tests.oracles.gaudi_launches import BLOCK, BLOCKS, LAUNCHES, AttentionLayer, reference, references, step_inputs
 from tests.traffic.launch_lines import LINES, plan_of
-from trencadis.backends.hpu.attention import attention_softmax, prefill_attention, window_attention
-from trencadis.backends.hpu.attention.attention_input_types import ContextAttn, FreshAttn, SlicedContext
-from trencadis.backends.hpu.attention.attention_softmax import AttentionKernels
+from trencadis.backends.hpu.attention import plain_attention, prefill_attention, window_attention
+from trencadis.backends.hpu.attention.attention_input_types import (
+    AttentionKernels,
+    ContextAttn,
+    FreshAttn,
+    SlicedContext,
+)
 from trencadis.backends.hpu.attention.prefill_attention import check_bucket, largest_mask
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.card_profiles import profile
@@ -32,9 +36,9 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig, LayerKV, Rotary, Segments
 from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.errors import StartupError
+from trencadis.core.launch_inputs import StepInputs
 from trencadis.core.launches.host_inputs import own_positions
-from trencadis.core.memory import estimate
-from trencadis.core.step import StepInputs
+from trencadis.core.memory import memory_estimator
 
 Make = Callable[..., Any]
 
@@ -208,8 +212,8 @@ def test_asked_for_float32_scores_are_made_in_float32(fused: bool) -> None:
     exact = q.double() @ k.double().transpose(2, 3)
     kernels = AttentionKernels(product=(lambda a, b: a.float() @ b.float()) if fused else None, exact=True)
     errors = []
-    for scores in ((q @ k.transpose(2, 3)).float(), attention_softmax.times(q, k.transpose(2, 3), True, kernels)):
-        share = attention_softmax.weights(scores, scale, seen)
+    for scores in ((q @ k.transpose(2, 3)).float(), plain_attention.times(q, k.transpose(2, 3), True, kernels)):
+        share = plain_attention.weights(scores, scale, seen)
         errors.append(
             [float((a.double() - b).abs().max()) for a, b in ((scores, exact), (share, (exact * scale).softmax(-1)))]
         )
@@ -280,14 +284,19 @@ def test_a_kernel_that_is_asked_for_and_missing_is_one_line(name: str) -> None:
 
 @pytest.mark.parametrize(("form", "found"), [("exact", True), ("rounded", False), ("refused", False)])
 def test_a_product_into_float32_is_taken_where_it_is_exact(
-    form: str, found: bool, monkeypatch: pytest.MonkeyPatch
+    form: str, found: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """One that runs and is rounded has a warning; one that is refused is what most releases have."""
+
     def multiply(a: Tensor, b: Tensor) -> Tensor:
         if form == "refused":
             raise RuntimeError("Expected out tensor to have dtype c10::BFloat16, but got float instead")
         return a.float() @ b.float() if form == "exact" else (a @ b).float()
 
-    monkeypatch.setattr(bridge_loader, "FORMS", (multiply,))
+    monkeypatch.setattr(bridge_loader, "FORMS", (multiply, multiply))
+    with caplog.at_level("WARNING", "trencadis.engine"):
+        bridge_loader.find_product(torch.device("cpu"), None)
+    assert ["are off by" in record.getMessage() for record in caplog.records] == [True] * (form == "rounded")
     assert (bridge_loader.find_product(torch.device("cpu"), None) is not None) is found
     assert (bridge_loader.find_product(torch.device("cpu"), lambda f: f) is not None) is found
 
@@ -385,8 +394,8 @@ def test_limits_of_the_fused_kernel_are_the_emulators() -> None:
     mask = torch.empty(1, 1, 1 << 16, 1 << 14, dtype=torch.bool, device="lazy")
     with pytest.raises(Refused, match="2\\^31"):
         Kernels(shapes).sdpa(tall, tall[:, :, : 1 << 14], tall[:, :, : 1 << 14], mask)
-    rows = attention_softmax.mask_rows(1 << 21)
-    assert 64 <= rows < attention_softmax.QUERY_TILE and rows * (1 << 21) * attention_softmax.MASK_ITEM < 1 << 31
+    rows = plain_attention.mask_rows(1 << 21)
+    assert 64 <= rows < plain_attention.QUERY_TILE and rows * (1 << 21) * plain_attention.MASK_ITEM < 1 << 31
     card = EmulatedDevice(profile(""))
     make_bridge(card)
     kernels = Kernels(card)
@@ -400,8 +409,8 @@ def test_limits_of_the_fused_kernel_are_the_emulators() -> None:
 
 
 def test_the_ledger_counts_with_the_same_sizes() -> None:
-    assert (HpuSettings.context_slice, attention_softmax.QUERY_TILE) == (estimate.SLICE, estimate.TILE)
-    assert attention_softmax.QUERY_TILE % prefill_attention.CAUSAL_STEP == 0
+    assert (HpuSettings.context_slice, plain_attention.QUERY_TILE) == (memory_estimator.SLICE, memory_estimator.TILE)
+    assert plain_attention.QUERY_TILE % prefill_attention.CAUSAL_STEP == 0
 
 
 @pytest.mark.parametrize("name", LINES)

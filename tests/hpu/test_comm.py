@@ -120,6 +120,7 @@ def test_a_compiled_part_sums_in_both_forms(form: str, tmp_path: Path) -> None:
         )  # fmt: skip
         cfg: Any = SimpleNamespace(rank=0, world=2, stages=1)
         comm = hccl_comm.HpuComm(bridge, cfg, opaque=form == "eager")
+        assert comm.form == form
         x = torch.arange(6.0).reshape(3, 2)
         sum_rows = torch.compile(lambda x: comm.all_reduce(x * 2) + 1, backend=backend, fullgraph=True)
         assert torch.equal(sum_rows(x), x * 2 + 1)
@@ -163,6 +164,7 @@ def test_collectives_that_no_compiled_graph_has_run_between_graphs(
         monkeypatch.setattr(hccl_comm, "find_fault", lambda bridge, rank, world: find_fault(bridge, rank, 1))
         with caplog.at_level("WARNING", "trencadis.engine"):
             comm.check_compiled()
+        assert comm.form == ("eager" if fault else "functional"), "the form that runs is what a benchmark names"
         x = torch.arange(6.0).reshape(3, 2)
         assert torch.equal(bridge.compile(lambda x: comm.all_reduce(x * 2) + 1)(x), x * 2 + 1)
     finally:

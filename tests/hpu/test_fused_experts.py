@@ -24,8 +24,8 @@ from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.shape_policy import policy
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.quant.online_quant import quantise
+from trencadis.core.quant.quantisation_scheme import Scheme
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.weight_storage_format import Scheme
 
 pytestmark = pytest.mark.part("gaudi")
 
@@ -161,7 +161,7 @@ from trencadis.backends.hpu.hpu_settings import HpuSettings
 ops = HpuOps(bridge, HpuSettings(), 16)
 packed = ops.pack_experts([torch.randn(8, 16) for _ in range(3)], [torch.randn(16, 4) for _ in range(3)])
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.weight_storage_format import Scheme
+from trencadis.core.quant.quantisation_scheme import Scheme
 up, down = ([quantise(torch.randn(n, m), Scheme(8, "float"), torch.bfloat16) for _ in range(3)]
             for n, m in ((8, 16), (16, 4)))
 print(type(packed).__name__, type(ops.pack_quantised_experts(up, down)).__name__)
@@ -172,6 +172,7 @@ print(type(packed).__name__, type(ops.pack_quantised_experts(up, down)).__name__
 @pytest.mark.parametrize(
     ("stub", "form"), [("", "ListedExperts ListedFp8Experts"), ("wrong", "JoinedExperts NoneType")]
 )
-def test_the_real_branch_checks_the_stubs_operation(stub: str, form: str, over_stub: Run) -> None:
-    done = over_stub(CHECK, "GAUDI2", HABANA_STUB_EXPERTS=stub)
+@pytest.mark.parametrize("lazy", ["1", "0"])
+def test_the_real_branch_checks_the_stubs_operation(stub: str, form: str, lazy: str, over_stub: Run) -> None:
+    done = over_stub(CHECK, "GAUDI2", HABANA_STUB_EXPERTS=stub, PT_HPU_LAZY_MODE=lazy)
     assert done.returncode == 0 and done.stdout.strip() == form, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.launches.block_copies import batches
 from trencadis.core.device.backend import LayerKV
+from trencadis.core.kv_cache_format import SINK_BLOCK
 from trencadis.core.launches.host_block_copies import tensors_of
-from trencadis.core.shared_constants import SINK_BLOCK
 from trencadis.core.step import BlockMove
 
 pytestmark = pytest.mark.part("quantised")
@@ -130,6 +131,15 @@ def test_a_copy_that_waits_for_no_fetch_is_found(hpu: Callable[..., Any], monkey
     nothing = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(blocks.copies, "_fetched", nothing)
     with pytest.raises(AssertionError):
+        for seed in range(10):
+            play(blocks, seed)
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_copies_of_blocks_in_memory_that_is_not_pinned_block(hpu: Callable[..., Any], said: bool) -> None:
+    """If that memory was said to be pinned, nothing would wait for them."""
+    blocks = Blocks(hpu(block_size=SIZE, pinned=said))
+    with pytest.raises(AssertionError) if said else nullcontext():
         for seed in range(10):
             play(blocks, seed)
 

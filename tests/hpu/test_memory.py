@@ -17,8 +17,9 @@ from trencadis.backends.hpu.emulator.card_profiles import Profile, profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import use
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.emulator.emulated_errors import EmulatedOutOfMemory, parse
-from trencadis.backends.hpu.emulator.hpu_graphs import wrap
+from trencadis.backends.hpu.emulator.emulated_errors import EmulatedOutOfMemory
+from trencadis.backends.hpu.emulator.emulated_hpu_graphs import wrap
+from trencadis.backends.hpu.emulator.injected_faults import parse
 from trencadis.core.errors import StartupError
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,9 @@ from benchmarks.hpu import device_probe
 from tests.hpu.conftest import run_in_pieces
 from tests.hpu.emulator.test_staging import VOCAB, body, expected, inputs, vars_of
 from trencadis.backends.cpu.host_padding import empty_inputs
-from trencadis.backends.cuda.time_estimates.host_device_timeline import HostStep, simulate_timeline
-from trencadis.backends.hpu.launches.host_copies import OutputSets
-from trencadis.backends.hpu.launches.hpu_inputs import HEAD_TYPES, convert_fields
+from trencadis.backends.cuda.time_estimates.kernel_times import HostStep, simulate_timeline
+from trencadis.backends.hpu.launches.hpu_host_arrays import HEAD_TYPES, convert_fields
+from trencadis.backends.hpu.launches.static_tensor_copies import OutputSets
 from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import HeadTensors, HeadTensorsOut, OutOfDeviceMemory
@@ -185,6 +186,23 @@ def test_random_schedules_read_no_result_late(
     schedules = Schedules(hpu, lazy, variant)
     for seed in range(count):
         schedules.play(seed, threads=seed % 5 == 0)
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("said", [False, True])
+def test_copies_of_memory_that_is_not_pinned_block(hpu: Callable[..., Any], lazy: bool, said: bool) -> None:
+    """Where a plug-in refuses pinned memory, uploads and fetches of ordinary memory; if they were said to be pinned,
+    nothing would wait for them.
+    """
+
+    schedules = Schedules(partial(hpu, pinned=said), lazy)
+    if not said:
+        for seed in range(12):
+            schedules.play(seed, threads=seed % 4 == 0)
+        return
+    with pytest.raises(AssertionError):
+        for seed in range(12):
+            schedules.play(seed, threads=False)
 
 
 @pytest.mark.parametrize("mistake", ["", "no wait", "one set"])

@@ -22,12 +22,12 @@ from trencadis.backends.hpu.launches.region_compiler import part
 from trencadis.backends.hpu.shape_policy import policy
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.memory.weight_bytes import largest_dequantised_bytes
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.online_quant import quantise
+from trencadis.core.quant.quantisation_scheme import FLOATS8, Scheme, notes_of
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.weight_storage_format import FLOATS8, Scheme, notes_of
 
 __all__ = ["small"]
 

@@ -148,17 +148,17 @@ def test_the_largest_float_is_found_to_its_last_bit() -> None:
     assert torch.equal(largest_float(lambda t: t <= wanted, wanted), wanted)
 
 
-@pytest.mark.parametrize("name", ["full", "draw", "penalised"])
+@pytest.mark.parametrize("name", ["full", "draw", "penalised", "ahead"])
 def test_no_launch_sorts_the_vocabulary(name: str) -> None:
     """In compile mode a sort is a topk of everything; topk of the reported log-probabilities alone is allowed."""
     from tests.hpu.compiled.test_compiled_bodies import traced
-    from trencadis.backends.hpu.emulator.emulated_compiler import calls
+    from trencadis.backends.hpu.emulator.emulated_graph_lowering import calls
 
     made, lowered = traced(name)
     vocab = made.model.config.text.vocab
     sorts = [n for n in calls(lowered.graph) if "sort" in str(n.target)]
     most = [n.args[1] for n in calls(lowered.graph) if "topk" in str(n.target)]
-    assert not sorts and all(k < vocab for k in most) and len(most) == (name == "full")
+    assert not sorts and all(k < vocab for k in most) and len(most) == (name in ("full", "ahead"))
     softmaxes = [n for n in calls(lowered.graph) if "softmax" in str(n.target)]
     assert bool(softmaxes) is (name != "penalised"), "a penalised argmax needs no probabilities"
 
@@ -167,7 +167,8 @@ def test_each_step_takes_the_cheapest_variant() -> None:
     buckets = [Bucket(Stage.SAMPLE, (4,), v) for v in ("greedy", "full", "draw", "penalised")]
     plan = Plan(SERVING, buckets=tuple(buckets))
     cases = {
-        "greedy": {"full": False, "best": True}, "full": {"full": True, "best": False, "logprobs": True},
+        "greedy": {"full": False, "best": True},
+        "full": {"full": True, "best": False, "logprobs": True},
         "draw": {"full": True, "best": False, "logprobs": False},
         "penalised": {"full": True, "best": False, "logprobs": False, "cold": True},
     }  # fmt: skip

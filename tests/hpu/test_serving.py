@@ -97,11 +97,13 @@ def test_compiled_buckets_run_without_graphs(wanted: list[Any], emulated: Any) -
     assert bridge.compilations(metric) == 0
 
 
-def test_bfloat16(emulated: Any) -> None:
+def test_bfloat16_gives_the_cpus_tokens_in_bfloat16(emulated: Any) -> None:
+    with LLM(str(demo_path()), dtype="bfloat16", **FLAGS) as llm:
+        wanted = [o.outputs[0].token_ids for o in llm.chat(make_conversations(), PARAMS[0], use_tqdm=False)]
     llm = emulated(warmup="skip")
     assert llm.engine.info().dtype == "bfloat16"
-    for output in llm.chat(make_conversations(), PARAMS[0], use_tqdm=False):
-        assert output.outputs[0].text.strip()
+    found = [o.outputs[0].token_ids for o in llm.chat(make_conversations(), PARAMS[0], use_tqdm=False)]
+    assert found == wanted and all(wanted)
 
 
 QUESTIONS = 2000

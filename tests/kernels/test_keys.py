@@ -56,7 +56,7 @@ print("warm-up", before.count() - after.count(), "then", after.count(), after.na
 kinds = {name.rpartition(".")[2] for name in before.names()}
 print("kernels", *sorted(kinds))
 assert before.count() and not after.count(), after.names()
-ops.silu_mul.launch(torch.zeros(3, 14), torch.zeros(3, 7))  # a width that no model here has
+ops.activation.silu_mul(torch.zeros(3, 14), torch.zeros(3, 7))  # a width that no model here has
 assert after.count() == 1, "nobody counts"
 """
 

@@ -15,12 +15,8 @@ from trencadis.backends.cuda.kernels import (
     activation,
     gather_scatter,
     input_embeddings,
-    layer_norm,
-    pixel_normalisation,
-    reset_sampler_state,
-    rms_norm,
+    norms,
     sample,
-    silu_mul,
 )
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.device.backend import ResetTensors
@@ -52,7 +48,7 @@ def head_launches(device: torch.device) -> list[Callable[[], object]]:
     return [
         lambda: sample.draw_with_logprobs(raw, x, state, room, full),
         lambda: sample.pick_greedy(raw, x, state, parts, greedy),
-        lambda: reset_sampler_state.launch(reset_of, state),
+        lambda: sample.reset_slots(reset_of, state),
     ]
 
 
@@ -63,15 +59,15 @@ def small_launches(device: torch.device) -> list[Callable[[], object]]:
     index = torch.arange(3, device=device)
     pixels, wide = torch.zeros(64, 64, dtype=torch.uint8, device=device), torch.empty(64, 64, device=device)
     return [
-        lambda: rms_norm.launch(x, x, x[0], 1e-6, total, out),
-        lambda: layer_norm.launch(x, x, x[0], x[1], 1e-5, total, out),
-        lambda: silu_mul.launch(x, half),
+        lambda: norms.rms_norm(x, x, x[0], 1e-6, total, out),
+        lambda: norms.layer_norm(x, x, x[0], x[1], 1e-5, total, out),
+        lambda: activation.silu_mul(x, half),
         lambda: activation.launch(x, "gelu", False, out),
         lambda: activation.launch(x, "relu", True, half),
-        lambda: input_embeddings.launch(ints, ints, ints, ints, x, x, out),
+        lambda: input_embeddings.embed_tokens(ints, ints, ints, ints, x, x, out),
         lambda: gather_scatter.gather(x, index, out),
         lambda: gather_scatter.scatter(out, index, x),
-        lambda: pixel_normalisation.launch(pixels, x[0], x[1], wide),
+        lambda: input_embeddings.normalise_pixels(pixels, x[0], x[1], wide),
     ]
 
 

@@ -13,14 +13,14 @@ from dataclasses import replace
 from tests.fakes import ranks as fake_ranks
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor import rank_messages
-from trencadis.core.executor.engine_connection import connect_to_engine
+from trencadis.core.executor.headless_ranks import connect_to_engine
+from trencadis.core.executor.multi_node_launcher import NodesLauncher
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor
-from trencadis.core.executor.nodes_launcher import NodesLauncher
 from trencadis.core.executor.rank_info import RankFingerprint, RankInfo, compute_rank_fingerprint
 from trencadis.core.links.authenticated_link import HeartbeatThread, KeyedLink
 from trencadis.core.links.group_key import GroupKey, TlsFiles
-from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.message_link import LinkClosed
+from trencadis.core.links.rank_listener import AuthListener
 from trencadis.core.links.rank_placement import Topology
 
 FACTORY = "tests.fakes.ranks:make"

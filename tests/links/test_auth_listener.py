@@ -18,26 +18,18 @@ from tests.fakes.ranks import full_step
 from tests.links.peers import Peer, group_at, nothing_stays, recorded, start
 from tests.operations.test_tls import certificate, needs_openssl
 from trencadis.core.errors import StartupError
-from trencadis.core.executor import engine_connection, rank_messages
+from trencadis.core.executor import headless_ranks, rank_messages
 from trencadis.core.executor.rank_info import (
     RankFingerprint,
     checkpoint_digest,
     compute_rank_fingerprint,
     describe_differences,
 )
-from trencadis.core.links import handshake as doors
+from trencadis.core.links import rank_listener
 from trencadis.core.links.byte_stream import PlainStream, TlsStream
 from trencadis.core.links.group_key import GroupKey, TlsFiles
-from trencadis.core.links.handshake import (
-    CLAIM,
-    MARK,
-    NONCE,
-    NUMBER,
-    PROOF,
-    AuthListener,
-    HandshakeFailed,
-    handshake_as_rank,
-)
+from trencadis.core.links.handshake import CLAIM, MARK, NONCE, NUMBER, PROOF, HandshakeFailed, handshake_as_rank
+from trencadis.core.links.rank_listener import AuthListener
 
 Attack = Callable[[socket.socket, random.Random], None]
 
@@ -132,7 +124,7 @@ def test_a_claim_that_was_overheard_is_of_no_use(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_rank_with_another_key_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_connection, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(headless_ranks, "RETRY_SECONDS", 0.01)
     auth_listener = AuthListener(("127.0.0.1", 0), GroupKey.generate(), [1])
     peer = Peer(GroupKey.generate(), auth_listener.address, 1)
     peer.thread.join(5)
@@ -180,13 +172,13 @@ def test_many_who_prove_nothing_are_bounded() -> None:
     with nothing_stays():
         auth_listener = AuthListener(("127.0.0.1", 0), GroupKey.generate(), [1])
         before = threading.active_count()
-        socks = [socket.create_connection(auth_listener.address) for _ in range(doors.WAITING + 20)]
+        socks = [socket.create_connection(auth_listener.address) for _ in range(rank_listener.WAITING + 20)]
         end = time.monotonic() + 5
         while sum(_closed(s) for s in socks) < 20:
             assert time.monotonic() < end
             time.sleep(0.02)
         assert all(_closed(s) for s in socks[:20]), "the oldest ones were closed"
-        while threading.active_count() - before > doors.WAITING:
+        while threading.active_count() - before > rank_listener.WAITING:
             assert time.monotonic() < end
             time.sleep(0.02)
         auth_listener.close()
@@ -197,7 +189,7 @@ def test_many_who_prove_nothing_are_bounded() -> None:
 def test_idle_connections_keep_no_rank_out() -> None:
     key = GroupKey.generate()
     auth_listener = AuthListener(("127.0.0.1", 0), key, [1])
-    socks = [socket.create_connection(auth_listener.address) for _ in range(2 * doors.WAITING)]
+    socks = [socket.create_connection(auth_listener.address) for _ in range(2 * rank_listener.WAITING)]
     with socket.create_connection(auth_listener.address) as sock:
         handshake_as_rank(PlainStream(sock), key, 1)
         auth_listener.links[1].result(5).close()

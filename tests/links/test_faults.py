@@ -17,8 +17,8 @@ from trencadis.core.executor.multiproc_executor import RankFailed
 from trencadis.core.links import authenticated_link
 from trencadis.core.links.authenticated_link import KeyedLink
 from trencadis.core.links.group_key import GroupKey
-from trencadis.core.links.handshake import AuthListener
 from trencadis.core.links.message_link import BEAT, LinkClosed
+from trencadis.core.links.rank_listener import AuthListener
 
 SOON = 6.0
 """Seconds in which open requests must have ended: silence counts as death after 5."""

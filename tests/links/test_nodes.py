@@ -20,9 +20,9 @@ from tests.links.peers import FACTORY, group_at, nothing_stays, start
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rendezvous
-from trencadis.core.executor.engine_connection import HeadlessRanks, make_connect_infos
+from trencadis.core.executor.headless_ranks import HeadlessRanks, make_connect_infos
+from trencadis.core.executor.multi_node_launcher import open_listener
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankFailed
-from trencadis.core.executor.nodes_launcher import open_listener
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.executor.rank_launcher import LocalLauncher
 from trencadis.core.links.rank_placement import Topology, topology

@@ -13,6 +13,7 @@ from tests.fakes import checkpoints
 from tests.fakes.adapters import LANGUAGE, adapter_of
 from tests.families.text_checkpoints import CASES, family_checkpoint
 from tests.lora.conftest import Adapter, Base
+from tests.lora.test_devices import CARDS
 from tests.lora.test_same_tokens import BASE, Merged, prompts, request_of
 from trencadis import LLM, BeamSearchParams, EngineArgs, LLMEngine, LoRARequest, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
@@ -33,22 +34,39 @@ def logprobs_of(llm: LLM, prompt: tuple[int, ...], adapter: Path | None) -> torc
     return torch.tensor(found)
 
 
-@pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_beside_quantised_weights(base: Base, adapter: Adapter, tmp_path: Path, bits: str) -> None:
-    """The sum is that of the dequantised base and B A, as near as the base alone is to the dequantised one."""
+EXACT = [("emulated hpu", "int8"), ("emulated hpu", "int4"), ("cuda twin", "int4")]
+"""Products by codes that leave activations as they are; other ones round them to 8 bits, one scale a token."""
+
+ROUNDS = [("cpu", "int8"), ("cpu", "int4"), ("cuda twin", "int8")]
+
+
+@pytest.mark.parametrize(("card", "bits"), EXACT + ROUNDS)
+def test_beside_quantised_weights(
+    base: Base, adapter: Adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: str, bits: str
+) -> None:
+    """The sum is that of the dequantised base and B A: within 1e-2 where products leave activations as they are.
+
+    Elsewhere the base alone is off by more than that, and the adapter adds at most as much again: its products are
+    exact, but read hidden states that the base's layers have already moved.
+    """
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
     checkpoint, prompt = base("llama"), prompts(3, 60)[2]
     one = adapter(checkpoint, seed=1)
     coded = tmp_path / bits
     assert main.main(["quantize", str(checkpoint), str(coded), "--to", bits]) == 0
     opened = dequantised(coded, checkpoint, tmp_path / "open")
     found = {}
-    for name, path in (("coded", coded), ("open", opened)):
-        llm = LLM(str(path), **BASE)
+    for name, path, flags in (("coded", coded, CARDS.get(card, {})), ("open", opened, {})):
+        llm = LLM(str(path), **{**BASE, **flags})
         found[name] = logprobs_of(llm, prompt, one), logprobs_of(llm, prompt, None)
         llm.close()
     assert (found["coded"][0] - found["coded"][1]).abs().max() > 0.5, "the adapter changes the answers"
     with_adapter, alone = (float((a - b).abs().max()) for a, b in zip(found["coded"], found["open"], strict=True))
-    assert with_adapter < max(1e-2, 2 * alone), "beside codes, whose products round activations to 8 bits, B A is exact"
+    print(f"{card}, {bits}: {with_adapter:.2g} with the adapter, {alone:.2g} without")
+    if (card, bits) in EXACT:
+        assert with_adapter < 1e-2
+    else:
+        assert with_adapter < 2 * alone < 0.2
 
 
 def dequantised(coded: Path, checkpoint: Path, out: Path) -> Path:

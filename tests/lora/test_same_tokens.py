@@ -11,9 +11,12 @@ import pytest
 
 from tests.lora.conftest import Adapter, Base
 from tests.oracles.transformers_model import Answer, assert_same
-from trencadis import LLM, SamplingParams
+from trencadis import LLM, EngineArgs, LLMEngine, SamplingParams
+from trencadis.core.engine_config import EngineConfig
+from trencadis.core.engine_stats import EngineStats
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.offline_adapters import LoRARequest
+from trencadis.server.metrics.cache_metrics import make_adapter_families
 
 BASE: dict[str, Any] = dict(
     dtype="float32", max_model_len=384, max_num_seqs=8, kv_cache_memory_bytes=16 << 20, enable_lora=True
@@ -105,6 +108,46 @@ def test_ten_adapters_and_the_base_in_one_batch(base: Base, adapter: Adapter, gr
     rows = [(prompt, one) for one in (*ten, None, *ten)]
     ours = compare(checkpoint, rows, 4, greedy, merged, max_loras=3, max_cpu_loras=10, max_num_seqs=6)
     assert ours[:10] == ours[11:] and len({tuple(tokens) for tokens in ours}) > 5
+
+
+def test_adapters_return_to_host_memory_that_is_too_small_for_all(base: Base, adapter: Adapter) -> None:
+    """Four take turns where two fit: the ranks hold two, and one that left and is read again answers as before."""
+    checkpoint = base("llama")
+    four, prompt = [adapter(checkpoint, seed=i) for i in range(4)], prompts(2, 40)[1]
+    llm = LLM(str(checkpoint), **{**BASE, "max_loras": 1, "max_cpu_loras": 2})
+    store, found = llm.engine.executor._rank.adapters, []  # type: ignore[attr-defined]
+    for _ in range(2):
+        for one in four:
+            found += generate(llm, [(prompt, one)], 4)
+            assert len(store._held) <= 2
+    llm.close()
+    assert found[:4] == found[4:] and len({tuple(tokens) for tokens in found}) == 4
+
+
+def test_the_adapters_of_running_and_waiting_requests_are_named(base: Base, adapter: Adapter) -> None:
+    """In the metric that has them as labels; one slot, so that the second one waits."""
+    checkpoint = base("llama")
+    engine = LLMEngine.from_engine_args(EngineArgs(model=str(checkpoint), **{**BASE, "max_loras": 1}))
+    config = EngineConfig(enable_lora=True, max_loras=1)
+
+    def named() -> tuple[str, str]:
+        (family,) = make_adapter_families(("m", "0"), engine.engine.stats(), config)
+        (sample,) = family.samples
+        assert sample.name == "vllm:lora_requests_info" and sample.labels["max_lora"] == "1"
+        return sample.labels["running_lora_adapters"], sample.labels["waiting_lora_adapters"]
+
+    assert named() == ("", "")
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    for i, name in enumerate(("first", "second", "second")):
+        request = LoRARequest(name, 1 + i, str(adapter(checkpoint, seed=1 + (i > 0))))
+        engine.add_request(str(i), "A robot may not", params, lora_request=request)
+    seen = list[tuple[str, str]]()
+    while engine.has_unfinished_requests():
+        engine.step()
+        seen.append(named())
+    engine.close()
+    assert ("first", "second") in seen and ("second", "") in seen and seen[-1] == ("", "")
+    assert not list(make_adapter_families(("m", "0"), EngineStats(), EngineConfig()))
 
 
 def test_a_name_with_other_weights_meets_no_earlier_blocks(base: Base, adapter: Adapter, tmp_path: Path) -> None:

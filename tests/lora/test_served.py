@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -280,7 +281,24 @@ def test_a_running_request_finishes_with_an_unloaded_adapter(running: RunningSer
     assert complete(running, "c").status_code == 404
 
 
-def test_an_engine_that_was_killed_returns_with_its_adapters(running: RunningServer, expected: dict[str, str]) -> None:
+def test_the_metric_names_the_adapter_of_a_running_request(running: RunningServer) -> None:
+    def names() -> set[str]:
+        text = httpx.get(f"{running.url}/metrics", trust_env=False).text
+        return {*re.findall(r'vllm:lora_requests_info\{.*running_lora_adapters="(\w+)"', text)}
+
+    with ThreadPoolExecutor(1) as pool:
+        request, seen = pool.submit(complete, running, "b", max_tokens=400), set[str]()
+        while not request.done():
+            seen |= names()
+            time.sleep(0.02)
+    assert request.result().status_code == 200 and seen == {"b"}
+
+
+def test_an_engine_that_was_killed_returns_with_its_adapters(
+    running: RunningServer, folders: dict[str, Path], expected: dict[str, str]
+) -> None:
+    """Those of the start, and one that was loaded while it ran."""
+    assert change(running, "load", lora_name="c", lora_path=str(folders["c"]))[0] == 200
     for pid in running.engine_pids():
         os.kill(pid, signal.SIGKILL)
     end, good = time.monotonic() + 120, 0
@@ -288,7 +306,8 @@ def test_an_engine_that_was_killed_returns_with_its_adapters(running: RunningSer
         good = good + 1 if complete(running, "a").status_code == 200 else 0
         time.sleep(0.1)
     for _ in range(4):
-        assert text(running, "a") == expected["a"] and text(running, MODEL) == expected[MODEL]
+        assert {name: text(running, name) for name in (MODEL, "a", "c")} == {n: expected[n] for n in (MODEL, "a", "c")}
+    assert change(running, "unload", lora_name="c")[0] == 200
 
 
 @pytest.mark.long

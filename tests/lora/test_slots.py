@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.card_profiles import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.joined_adapters import JoinedAdapterOps, JoinedSlots
+from trencadis.backends.hpu.joined_lora_adapters import JoinedAdapterOps, JoinedSlots
 from trencadis.backends.hpu.shape_policy import policy as hpu_policy
 from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import LORA, Stage
@@ -35,7 +36,7 @@ from trencadis.core.memory.weight_bytes import AdapterSlotSizes, adapter_bytes, 
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.request import AdapterRef, Request, SamplingParams
 from trencadis.core.scheduling.sequence import Sequence
-from trencadis.core.scheduling.step_builder import MOST_OVERTAKES, AdapterSlots
+from trencadis.core.scheduling.step_builder import MOST_OVERTAKES, AdapterLoads, AdapterSlots
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import TEXT, make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
@@ -104,6 +105,67 @@ def test_overtaking_ends() -> None:
         assert base in running, "the base model needs no slot"
         slots.stop(running.pop(0))
     assert other in running and MOST_OVERTAKES <= step <= 2 * MOST_OVERTAKES + 4
+
+
+class HostMemory:
+    """Adapters that the ranks hold; ``answer``: what reading one says."""
+
+    def __init__(self) -> None:
+        self.held: list[str] = []
+        self.answer = ""
+        self.used = set[str]()
+        self.done = True
+
+    def load(self, ref: AdapterRef, drop: tuple[str, ...]) -> Future[str]:
+        self.held = [digest for digest in self.held if digest not in drop]
+        if not self.answer:
+            self.held.append(ref.digest)
+        pending: Future[str] = Future()
+        if self.done:
+            pending.set_result(self.answer)
+        return pending
+
+
+def test_adapters_that_were_used_longest_ago_leave_host_memory() -> None:
+    memory = HostMemory()
+    loads = AdapterLoads(memory.load, 2, lambda: memory.used)
+
+    def use(*digests: str) -> str:
+        for digest in digests:
+            loads.load(AdapterRef(digest, "", ""))
+        assert loads.count == len(memory.held)
+        return "".join(memory.held)
+
+    assert use("a", "b") == "ab"
+    assert use("a", "c") == "ac", "a was used again, so that b leaves"
+    memory.used = {"a", "c"}
+    assert use("d") == "acd", "requests or slots use both others"
+    memory.used = {"d"}
+    assert use("e") == "de", "as many leave as are too many"
+    assert use("e", "d") == "de", "what is held is not read again"
+    memory.used = set()
+    memory.answer = "the files have changed"
+    assert loads.load(AdapterRef("f", "", "")).result() == memory.answer
+    memory.answer = ""
+    assert loads.load(AdapterRef("f", "", "")).result() == "" and "f" in memory.held, "read again after an error"
+    memory.done = False
+    loads.load(AdapterRef("g", "", ""))
+    loads.load(AdapterRef("h", "", ""))
+    assert use("i")[-3:] == "ghi", "what is being read stays"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=60), st.integers(1, 4), st.integers(0, 3))
+def test_no_more_adapters_are_held_than_fit_or_are_used(asked: list[int], capacity: int, using: int) -> None:
+    memory = HostMemory()
+    loads, recent = AdapterLoads(memory.load, capacity, lambda: memory.used), list[str]()
+    for number in asked:
+        digest = str(number)
+        recent = [*(one for one in recent if one != digest), digest]
+        loads.load(AdapterRef(digest, "", ""))
+        memory.used = {*recent[-using:]} if using else set()
+        assert memory.used <= {*memory.held} and digest in memory.held and loads.count == len({*memory.held})
+        assert loads.count <= max(capacity, using + 1)
 
 
 def weights(generator: torch.Generator, slots: int, rank: int, inputs: int, widths: tuple[int, ...]) -> AdapterWeights:

@@ -27,6 +27,7 @@ from trencadis.core.lora.adapter_files import check_tower, read_adapter
 from trencadis.core.lora.adapter_store import AdapterStore
 from trencadis.core.request import AdapterRef
 from trencadis.core.step import AdapterUpload, Encode
+from trencadis.offline_adapters import LoRARequest
 
 BOTH = rf"{LANGUAGE}|{TOWER}"
 BASE: dict[str, Any] = dict(
@@ -177,3 +178,31 @@ def test_what_no_tower_takes_is_refused(base: Base, adapter: Adapter, tmp_path: 
     merger = read_adapter(adapter_of(pixtral, tmp_path / "m", r".*patch_merger\.merging_layer"), load_config(pixtral))
     with pytest.raises(StartupError, match="trencadis merge-lora merges them"):
         check_tower(merger, load_config(pixtral))
+
+
+def test_a_name_with_other_weights_meets_no_earlier_rows_of_an_image(
+    base: Base, adapter: Adapter, tmp_path: Path
+) -> None:
+    """Loaded in place three times, with the weights of two adapters of the tower: rows are found by the digest."""
+    path, folder, found = base("qwen2_5_vl"), tmp_path / "a", []
+    image = make_image(np.random.default_rng(1), low=80, high=150, aspect=2)
+    parts = [{"type": "image", "image": image}, {"type": "text", "text": "What is in the picture?"}]
+    chat: list[Any] = [{"role": "user", "content": parts}]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    llm = LLM(str(path), **BASE)
+    for seed in (1, 2, 1):
+        folder.mkdir(exist_ok=True)
+        for file in adapter(path, seed=seed, rank=4, pattern=TOWER).iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        asked = LoRARequest("a", 1, str(folder), load_inplace=True)
+        (made,) = llm.chat(chat, params, use_tqdm=False, lora_request=asked)
+        found.append((made.outputs[0].token_ids, llm.engine.stats().images_encoded, made.num_cached_tokens))
+    llm.close()
+    alone = LLM(str(path), **BASE)
+    (fresh,) = alone.chat(
+        chat, params, use_tqdm=False, lora_request=request_of(adapter(path, seed=2, rank=4, pattern=TOWER))
+    )
+    alone.close()
+    assert found[0][0] == found[2][0] != found[1][0] == fresh.outputs[0].token_ids
+    assert [encoded for _, encoded, _ in found] == [1, 2, 2], "the third one has the rows of the first"
+    assert [cached for *_, cached in found][:2] == [0, 0] and found[2][2] > 0

@@ -11,14 +11,14 @@ import pytest
 
 from tests.masks.test_late_masks import GRAMMARS, random_rule
 from tests.traffic.rule_oracle import EOS, SIXTY, TOKENS, VOCABULARY
-from trencadis.backends.cuda.launches import cuda_inputs as cuda
+from trencadis.backends.cuda.launches import cuda_host_arrays as cuda
 from trencadis.backends.cuda.launches.input_buffers import buffer_bytes
-from trencadis.backends.hpu.launches import hpu_inputs as hpu
+from trencadis.backends.hpu.launches import hpu_host_arrays as hpu
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs
+from trencadis.core.output_constraints import Repetition, Rule, ThinkingBudget, repeats
 from trencadis.core.request import SamplingParams
 from trencadis.core.step import Opening, Sample
-from trencadis.core.structured_outputs import Repetition, Rule, ThinkingBudget, repeats
 from trencadis.core.token_masks.grammar_matcher import GrammarMatcher
 from trencadis.core.token_masks.matcher_manager import ChoiceMasks, MatcherManager
 from trencadis.core.token_masks.token_rule_matchers import BadWords, ThinkingMatcher

@@ -21,8 +21,8 @@ from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor.uniproc_executor import SubmittedWork
+from trencadis.core.output_constraints import Repetition, Rule
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.structured_outputs import Repetition, Rule
 from trencadis.core.token_masks import grammar_matcher
 
 LENGTH = 64

@@ -17,9 +17,9 @@ from tests.oracles.shadow_model import ShadowRank, oracle_end
 from tests.traffic.rule_oracle import END, EOS, SIXTY, THINK, VOCABULARY
 from trencadis.core.launches import split_sample_launches
 from trencadis.core.launches.host_inputs import head_inputs
+from trencadis.core.output_constraints import Repetition, Rule, ThinkingBudget
 from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.core.scheduling.sequence import Sequence
-from trencadis.core.structured_outputs import Repetition, Rule, ThinkingBudget
 from trencadis.core.token_masks.grammar_matcher import CompiledGrammars, GrammarMatcher
 from trencadis.core.token_masks.matcher_manager import ChoiceMasks, MatcherManager, PendingSample
 from trencadis.core.token_masks.token_rule_matchers import BadWords, ThinkingMatcher, remove

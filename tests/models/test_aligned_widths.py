@@ -26,7 +26,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.weight_source_interface import StackedPart, stack
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.launches.persistent_tensors import allocate_persistent
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.models.model_loader import load_model, make_model
 from trencadis.core.step import Encode
 from trencadis.multimodal.patch_packing import count_slots

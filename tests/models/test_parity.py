@@ -75,7 +75,7 @@ def test_images_packed_together(vl_checkpoint: Path, oracle: Any, ops: str) -> N
 
 
 def _clip() -> tuple[torch.Tensor, torch.Tensor]:
-    from trencadis.multimodal.normalisation import CLIP_MEAN, CLIP_STD
+    from trencadis.multimodal.pixel_normalisation import CLIP_MEAN, CLIP_STD
 
     return torch.tensor(CLIP_MEAN).repeat_interleave(392), torch.tensor(CLIP_STD).repeat_interleave(392)
 

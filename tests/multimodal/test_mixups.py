@@ -18,7 +18,7 @@ from PIL import Image
 from trencadis.core.errors import BadRequest, Conflict
 from trencadis.core.kv.block_pool import BlockHashChain, BlockPool
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.scheduling.encoder_scheduler import EncoderCache
+from trencadis.core.scheduling.encoder_cache import EncoderCache
 from trencadis.core.scheduling.sequence import Sequence
 from trencadis.multimodal.images.image_frontend import cache_key, content_digest, processed_digest
 from trencadis.multimodal.images.processor_cache import ProcessorCache

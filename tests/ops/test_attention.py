@@ -15,8 +15,8 @@ from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig, LayerKV, TextTensors
+from trencadis.core.launch_inputs import StepInputs
 from trencadis.core.launches.host_inputs import own_positions
-from trencadis.core.step import StepInputs
 
 BLOCK, BLOCKS, GROUPS, HEAD = 4, 60, 2, 16
 ROWS = {

@@ -19,8 +19,8 @@ from trencadis.backends.cpu.native.kernel_table import EMULATED, TORCH, Op
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.device.backend import LayerKV, Segments
-from trencadis.core.models import kv_cache_codes
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.models import kv_cache_quantisation
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 BLOCK = 16
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -184,8 +184,8 @@ def test_codes_of_eight_bits_are_opened(ops: CpuOps) -> None:
     codes, scales = ([torch.zeros(shape, dtype=dtype) for _ in "kv"] for shape, dtype in
                      ((k.shape, torch.int8), (k.shape[:3], torch.float16)))  # fmt: skip
     made.kv = LayerKV(codes[0], codes[1], scales[0], scales[1])
-    kv_cache_codes.store(k.flatten(0, 1), v.flatten(0, 1), made.kv, torch.arange(k.shape[0] * BLOCK))
-    opened = kv_cache_codes.read_slots(made.kv, slice(0, k.shape[0] * BLOCK), torch.bfloat16)
+    kv_cache_quantisation.store(k.flatten(0, 1), v.flatten(0, 1), made.kv, torch.arange(k.shape[0] * BLOCK))
+    opened = kv_cache_quantisation.read_slots(made.kv, slice(0, k.shape[0] * BLOCK), torch.bfloat16)
     exact = made.exact(LayerKV(*(t.view(k.shape) for t in opened)))
     assert off(made.run(ops), exact) <= bound(ops, torch.bfloat16)
 

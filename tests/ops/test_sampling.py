@@ -14,7 +14,7 @@ from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.cpu_twin.twin_recording import TwinRecording
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig, HeadTensors, SamplerState
-from trencadis.core.step import HeadInputs, ResetInputs
+from trencadis.core.launch_inputs import HeadInputs, ResetInputs
 
 VOCAB, SLOTS = 61, 12
 

@@ -35,7 +35,7 @@ from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.device.packed_weights_file import PackedFile
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.weight_storage_format import Scheme
+from trencadis.core.quant.quantisation_scheme import Scheme
 
 pytestmark = pytest.mark.skipif(not kernel_kinds.EMULATIONS, reason="own kernels are not built here")
 TILED = [*kernel_kinds.EMULATIONS, *(kind for kind in kernel_kinds.OWN if kind == "amx")]

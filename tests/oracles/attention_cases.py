@@ -18,14 +18,14 @@ from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda import runtime_of
 from trencadis.backends.cuda.kernels import paged_attention, rotary_kernels, vision_attention
-from trencadis.backends.cuda.kernels.attention_tensors import CudaSegments
+from trencadis.backends.cuda.kernels.kernel_launch_tensors import CudaSegments
 from trencadis.backends.cuda.launches.attention_work_items import STEP
-from trencadis.backends.cuda.launches.cuda_inputs import Sizes, segments
+from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes, segments
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
-from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.buckets import Bucket, Stage, verify_variant
 from trencadis.core.device.backend import BackendConfig, LayerKV, Segments
+from trencadis.core.launch_inputs import StepInputs
 from trencadis.core.launches.host_inputs import own_positions
-from trencadis.core.step import StepInputs
 
 GUARD = 256
 """Values before and behind each tensor."""
@@ -68,6 +68,7 @@ class Case:
     Args:
         rows: (context, tokens) of each row.
         spare: rows, and (prefill) tokens, of the bucket beyond those in use.
+        verify: tokens of a row of a VERIFY launch; 0: it is none.
         invariant: attended to as ``--batch-invariant`` does.
         window: keys that a token sees; 0: all. Blocks before all windows of a row hold NaN.
         spans: the tokens of every other row see each other, in the others the last two thirds.
@@ -91,12 +92,15 @@ class Case:
     spans: bool = False
     sinks: bool = False
     planned: int = 0
+    verify: int = 0
 
     @property
     def bucket(self) -> Bucket:
         tokens, rows = sum(t for _, t in self.rows), len(self.rows) + self.spare[0]
         if self.decode:
             return Bucket(Stage.DECODE, (rows,))
+        if self.verify:
+            return Bucket(Stage.VERIFY, (rows,), verify_variant(self.verify))
         return Bucket(Stage.PREFILL, (tokens + self.spare[1], rows))
 
     @property

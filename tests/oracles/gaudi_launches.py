@@ -11,7 +11,7 @@ from tests.traffic.ragged_rows import ragged_inputs
 from trencadis.backends.cpu import make_backend
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig, LayerKV
-from trencadis.core.step import StepInputs
+from trencadis.core.launch_inputs import StepInputs
 
 BLOCK, BLOCKS, GROUPS, HEAD = 4, 60, 2, 16
 WIDTH = 10 * HEAD

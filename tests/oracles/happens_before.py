@@ -16,11 +16,11 @@ import torch
 
 from trencadis.backends.cuda.backend import CudaPending, CudaProgram
 from trencadis.backends.cuda.cpu_twin.twin_runtime import HOST, Region, TwinCall, TwinRuntime
-from trencadis.backends.cuda.launches.cuda_inputs import Sizes
+from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes
 from trencadis.backends.cuda.launches.input_buffers import StageBuffers
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import HeadTensorsOut, ProgramState
-from trencadis.core.step import HeadInputs, StepInputs
+from trencadis.core.launch_inputs import HeadInputs, StepInputs
 
 LANES = (HOST, "programs", "uploads", "downloads", "weights")
 LAUNCHES = ("launch", "replay")

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from tests.vision.family_harness import FamilyHarness, Shown
-from trencadis.multimodal.normalisation import CLIP_MEAN, CLIP_STD
 from trencadis.multimodal.patch_packing import count_slots
+from trencadis.multimodal.pixel_normalisation import CLIP_MEAN, CLIP_STD
 from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
 
 DEVICES = ("cpu", "padded", "hpu")

@@ -14,7 +14,7 @@ from trencadis.core.kv.block_pool import BlockPool, HostBlockPool
 from trencadis.core.process.engine_messages import EngineInfo
 from trencadis.core.request import Delta, Request
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
-from trencadis.core.scheduling.encoder_scheduler import EncoderCache
+from trencadis.core.scheduling.encoder_cache import EncoderCache
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.spec.spec_config import SpeculationConfig

@@ -15,25 +15,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.traffic.rule_oracle import SIXTY
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS
+from trencadis.core.launch_inputs import HeadInputs
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs
 from trencadis.core.launches.rank_input_batch import RankInputBatch
 from trencadis.core.launches.split_sample_launches import LaunchedHead, launch_masked
+from trencadis.core.media_spans import RESERVED_ROWS
+from trencadis.core.output_constraints import Rule
 from trencadis.core.request import Request
 from trencadis.core.scheduling.sequence import uniform
-from trencadis.core.shared_constants import RESERVED_BLOCKS, RESERVED_ROWS
-from trencadis.core.step import (
-    PENDING,
-    BlockMove,
-    HeadInputs,
-    HeadOutput,
-    Opening,
-    Row,
-    Sample,
-    Step,
-    StepOutput,
-    TargetScores,
-)
-from trencadis.core.structured_outputs import Rule
+from trencadis.core.step import PENDING, BlockMove, Opening, Row, Sample, Step
+from trencadis.core.step_output import HeadOutput, StepOutput, TargetScores
 from trencadis.core.token_masks.matcher_manager import MatcherManager
 
 MASK = (1 << 63) - 1

@@ -23,7 +23,7 @@ from trencadis.core.memory.graph_selection import (
     select_graphs,
     set_cost,
 )
-from trencadis.core.memory.ledger import (
+from trencadis.core.memory.memory_division import (
     POOLS,
     DeviceTooSmall,
     GraphSettings,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from trencadis.core.memory.estimate import GRAPH
 from trencadis.core.memory.launch_memory import kept_by_cuts
+from trencadis.core.memory.memory_estimator import GRAPH
 
 pytestmark = pytest.mark.part("gaudi")
 

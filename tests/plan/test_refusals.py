@@ -12,7 +12,7 @@ import pytest
 from tests.fakes.command_line import from_command_line
 from tests.families.text_checkpoints import CLASSES, FORMS
 from tests.vision.cross_attention.test_plans import HUB
-from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.devices import policy_of
 from trencadis.core.engine import engine_builder
 from trencadis.core.engine.startup_checks import check_start

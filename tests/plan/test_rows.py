@@ -14,14 +14,14 @@ from tests.fakes.meta_start import GIB, backend, card, config_of, on_paper, run
 from tests.traffic.launch_lines import model_of
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.hpu_settings import HpuSettings
-from trencadis.backends.hpu.launches.host_copies import OutputSets, make_packing
-from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm, arrays, leaves
+from trencadis.backends.hpu.launches.hpu_host_arrays import LaunchForm, arrays, leaves
+from trencadis.backends.hpu.launches.static_tensor_copies import OutputSets, make_packing
 from trencadis.backends.hpu.shape_policy import list_held_outputs, policy
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds
 from trencadis.core.device_shape_policy import GraphMemory, InputSizes
 from trencadis.core.launches.persistent_tensors import allocate_persistent
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.models import model_loader
 from trencadis.core.vision_config import SlotForm
 from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig

@@ -15,7 +15,7 @@ import torch
 
 from tests.fakes.scripted_app import ScriptedApp
 from tests.pooling.test_routes import CLASSES, EMBED, IMAGE, WIDTH, start, values_of
-from trencadis.core.checkpoint.pooling_config import Pooling
+from trencadis.core.checkpoint.pooling_description import Pooling
 from trencadis.server.prompts.pooling_prompts import read_input_prompts
 from trencadis.server.protocol.pooler_output import ByteOrder, ValueFormat, encode_values
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
-from trencadis.core.checkpoint.pooling_config import CLASSIFY, Pooling
+from trencadis.core.checkpoint.pooling_description import CLASSIFY, Pooling
 from trencadis.core.request import Delta, Request
 from trencadis.server.tenants.admission import Bounds
 

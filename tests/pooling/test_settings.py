@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trencadis.core.checkpoint.pooling_config import Pooling
-from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.checkpoint.pooling_config_reader import load_model_config
+from trencadis.core.checkpoint.pooling_description import Pooling
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.server.config import command_line_parser

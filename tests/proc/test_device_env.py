@@ -18,7 +18,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.executor import engine_launcher, multiproc_executor, rank_messages, rank_process
 from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.process import engine_process, torch_detection
-from trencadis.server.cli import check_backend
+from trencadis.server.cli import check_backend_and_model_commands
 
 pytestmark = pytest.mark.part("gaudi")
 
@@ -45,7 +45,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(engine_process, "find_factory", stop)
     monkeypatch.setattr(rank_process, "build", stop)
     monkeypatch.setattr("trencadis.core.engine.engine_builder.create_engine", stop)
-    monkeypatch.setattr(check_backend, "import_module", stop)
+    monkeypatch.setattr(check_backend_and_model_commands, "import_module", stop)
     return found
 
 
@@ -78,7 +78,7 @@ def test_offline(order: list[Any]) -> None:
 def test_the_checks(order: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trencadis.server.processes.signals_and_logging.raise_early_stop", lambda: None)
     with pytest.raises(Ended):
-        check_backend.main(["hpu"])
+        check_backend_and_model_commands.main(["hpu"])
     assert order == [("settle", "hpu", 0, 1), "torch", "factory"]
 
 

@@ -26,13 +26,13 @@ from trencadis.core.errors import Unavailable
 from trencadis.core.executor import multiproc_executor
 from trencadis.core.executor.engine_launcher import spawn_engine
 from trencadis.core.media_spans import MediaSpan
+from trencadis.core.output_constraints import Rule
 from trencadis.core.process import child_process, engine_messages
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.structured_outputs import Rule
 from trencadis.multimodal.decode_workers.worker_process import WorkerProcess
 from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
-from trencadis.server.engine import request_link, supervisor
-from trencadis.server.engine.request_link import EngineLink
+from trencadis.server.engine import engine_process_link, supervisor
+from trencadis.server.engine.engine_process_link import EngineLink
 from trencadis.server.engine.supervisor import Supervisor
 
 CONFIG = EngineConfig(engine="tests.fakes.counting_engine:CountingEngine.create", threads=1)
@@ -312,8 +312,8 @@ def test_ten_kills_leave_nothing_behind():
 
 
 def test_a_step_that_hangs_is_killed(monkeypatch):
-    monkeypatch.setattr(request_link, "STALL_SECONDS", 0.3)
-    monkeypatch.setattr(request_link, "PING_INTERVAL", 0.1)
+    monkeypatch.setattr(engine_process_link, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(engine_process_link, "PING_INTERVAL", 0.1)
 
     async def body(s):
         await until(lambda: s.accepting)
@@ -324,7 +324,7 @@ def test_a_step_that_hangs_is_killed(monkeypatch):
 
 
 def test_a_stopped_process_is_dead(monkeypatch):
-    monkeypatch.setattr(request_link, "PING_INTERVAL", 0.05)
+    monkeypatch.setattr(engine_process_link, "PING_INTERVAL", 0.05)
 
     async def body(s):
         await until(lambda: s.accepting)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trencadis.core.checkpoint.quant_formats import pack_words
+from trencadis.core.checkpoint.quantised_tensor_readers import pack_words
 
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 

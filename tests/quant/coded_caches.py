@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.device.backend import LayerKV
-from trencadis.core.models.kv_cache_codes import kept_type, pairs_of, read_slots, store
+from trencadis.core.models.kv_cache_quantisation import kept_type, pairs_of, read_slots, store
 
 HEAD = 128
 TABLE = {

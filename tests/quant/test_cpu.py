@@ -23,8 +23,8 @@ from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.online_quant import quantise
+from trencadis.core.quant.quantisation_scheme import Scheme
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.weight_storage_format import Scheme
 
 pytestmark = pytest.mark.skipif(not cpu.is_available(), reason="this torch has no fbgemm")
 

@@ -18,9 +18,8 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.quant_config import online
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.kv_cache_format import parse_kv_format
-from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.shared_constants import RESERVED_BLOCKS
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS, parse_kv_format
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 
 PIXELS = 50_176
 

@@ -28,16 +28,16 @@ from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_quantised_linear import Floats8Weight
 from trencadis.backends.hpu.shape_policy import policy
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.online_quant import quantise
+from trencadis.core.quant.quantisation_scheme import Scheme
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.weight_storage_format import Scheme
-from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.server.plan.plan_command import make_plan
 
 E4M3 = torch.float8_e4m3fn

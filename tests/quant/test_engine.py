@@ -28,9 +28,9 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.models.model_loader import load_model
-from trencadis.core.quant.weight_storage_format import PANELS, ROWS8
+from trencadis.core.quant.quantisation_scheme import PANELS, ROWS8
 from trencadis.server.cli.main import main
 
 LENGTH = 8

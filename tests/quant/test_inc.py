@@ -20,10 +20,10 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.inc_config import given_scales
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.memory.weight_bytes import weight_notes
 from trencadis.core.models.model_loader import load_model
-from trencadis.core.quant.weight_storage_format import CODES, FLOATS8
+from trencadis.core.quant.quantisation_scheme import CODES, FLOATS8
 
 NODES: dict[str, Any] = {
     "language_model.model.layers.0.self_attn.qkv_proj": {"inputs": [0.0625], "params": {"weight": 0.00390625}},

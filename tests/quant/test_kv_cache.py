@@ -27,13 +27,12 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import BackendConfig, LayerKV
 from trencadis.core.errors import StartupError
-from trencadis.core.kv_cache_format import parse_kv_format
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS, parse_kv_format
 from trencadis.core.launches.persistent_tensors import kv_cache
 from trencadis.core.memory import cache_plan
-from trencadis.core.memory.estimate import MemoryEstimator
-from trencadis.core.models import kv_cache_codes
+from trencadis.core.memory.memory_estimator import MemoryEstimator
+from trencadis.core.models import kv_cache_quantisation
 from trencadis.core.models.model_loader import load_model
-from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.server.cli.main import main
 
 BLOCK, GROUPS, HEADS, D = 16, 2, 6, 32
@@ -90,8 +89,8 @@ def test_what_is_stored_is_the_nearest_code(kind: str, kept: int, static: tuple[
         cache = cache._replace(static=torch.tensor(static))
     k, v = (torch.randn(16, 3, D, generator=generator).bfloat16() for _ in range(2))
     k[3], v[4] = 0, 0
-    kv_cache_codes.store(k, v, cache, torch.arange(16))
-    found = kv_cache_codes.read_slots(cache, slice(0, 16), torch.float32)
+    kv_cache_quantisation.store(k, v, cache, torch.arange(16))
+    found = kv_cache_quantisation.read_slots(cache, slice(0, 16), torch.float32)
     for x, got, scale, codes in zip((k, v), found, (cache.k_scale, cache.v_scale), (cache.k, cache.v), strict=True):
         assert scale is not None and bool((scale > 0).all()) and got.isfinite().all()
         step = scale.float().reshape(16, 3, 1)
@@ -102,18 +101,20 @@ def test_what_is_stored_is_the_nearest_code(kind: str, kept: int, static: tuple[
             held.scatter_(2, cache.pairs.long().expand(16, -1, -1), True)  # type: ignore[union-attr]
         assert bool(held.all())
         if static is None:  # the largest value of a head has the largest code
-            assert bool((kv_cache_codes.values(codes).abs().amax(-1).flatten()[:6] > forms.TOPS[kind] * 0.96).all())
+            assert bool(
+                (kv_cache_quantisation.values(codes).abs().amax(-1).flatten()[:6] > forms.TOPS[kind] * 0.96).all()
+            )
     if kept:
         place = cache.pairs.long().expand(16, -1, -1)  # type: ignore[union-attr]
         assert torch.equal(found[0].gather(2, place), k.float().gather(2, place))
-        assert not kv_cache_codes.values(cache.k).view(16, 3, D).gather(2, place).any()
+        assert not kv_cache_quantisation.values(cache.k).view(16, 3, D).gather(2, place).any()
 
 
 def test_every_code_of_fp8_has_its_value() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
-    found = kv_cache_codes.values(codes)
+    found = kv_cache_quantisation.values(codes)
     finite = found.isfinite() & (found.abs() <= forms.TOPS["fp8"])
-    again = kv_cache_codes.encode(found[finite], codes)
+    again = kv_cache_quantisation.encode(found[finite], codes)
     assert torch.equal(again, codes[finite]) and int(finite.sum()) == 2 * 0x78
 
 
@@ -121,7 +122,7 @@ def test_pairs_are_those_of_the_largest_bias() -> None:
     bias = torch.full((2, 16), 0.1)
     bias[0, 3], bias[0, 8 + 5], bias[1, 0] = -300.0, 7.0, 2.0
     bias[1, 8 + 7] = -1.0
-    assert kv_cache_codes.pairs_of(bias, 4).tolist() == [[3, 5, 11, 13], [0, 7, 8, 15]]
+    assert kv_cache_quantisation.pairs_of(bias, 4).tolist() == [[3, 5, 11, 13], [0, 7, 8, 15]]
 
 
 @pytest.mark.parametrize("cache", TABLE)

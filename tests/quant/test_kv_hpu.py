@@ -22,11 +22,11 @@ from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.shape_policy import policy, without_fp8
 from trencadis.backends.hpu.start.bridge_loader import find_symbols
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.device.backend import BackendConfig, LayerKV
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.models.kv_cache_codes import read_slots
+from trencadis.core.models.kv_cache_quantisation import read_slots
 from trencadis.server.plan.plan_command import make_plan
 
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

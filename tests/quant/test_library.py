@@ -20,11 +20,11 @@ from tests.families.text_checkpoints import family_checkpoint
 from tests.quant.test_writing import TYPES, written
 from tests.quant.written.test_experts import values
 from trencadis.backends.cpu import make_backend
-from trencadis.core.checkpoint import quant_formats as ours
+from trencadis.core.checkpoint import quantised_tensor_readers as ours
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.quant_config import read_quantisation
-from trencadis.core.checkpoint.quant_formats import RawWeight
+from trencadis.core.checkpoint.quantised_tensor_readers import RawWeight
 from trencadis.core.checkpoint.weight_file_reader import open_weights
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.models.model_loader import load_model

@@ -23,8 +23,8 @@ from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cpu.shape_policy import policy
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.online_quant import quantise
+from trencadis.core.quant.quantisation_scheme import FP4_HALVES, PANELS, Scheme, held_bytes
 from trencadis.core.quant.quantised_tensor import QTensor, join_weights
-from trencadis.core.quant.weight_storage_format import FP4_HALVES, PANELS, Scheme, held_bytes
 
 FLAGS = {
     "avx2": {"avx2", "fma", "f16c"},

@@ -16,7 +16,7 @@ from tests.models.test_shards import Group, ThreadComm
 from trencadis.backends.cpu import make_backend
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.models.model_loader import load_model
 
 SIZES = {"3B": (2048, 16, 2, 11008), "7B": (3584, 28, 4, 18944), "72B": (8192, 64, 8, 29568)}

@@ -20,9 +20,9 @@ from trencadis.core.device.backend import BackendConfig
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.online_quant import ScaleSearch, codes_of, quantise, scales_of
-from trencadis.core.quant.weight_storage_format import Scheme
+from trencadis.core.quant.quantisation_scheme import Scheme
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
-from trencadis.core.quant.writing.layer_rounding import LayerInputs, round_compensated
+from trencadis.core.quant.writing.gptq_rounding import LayerInputs, round_compensated
 from trencadis.core.quant.writing.quantisation_recipe import CLIPS
 from trencadis.core.quant.writing.source_checkpoint import open_checkpoint
 from trencadis.core.request import Request, SamplingParams

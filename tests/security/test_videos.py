@@ -21,7 +21,7 @@ from trencadis.multimodal.media_options import MediaOptions, MediaPart
 from trencadis.multimodal.processor_interface import PreparedVideo
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 from trencadis.multimodal.sources.media_loader import MediaLoader
-from trencadis.multimodal.videos.frame_limits import FrameLimits
+from trencadis.multimodal.videos.frame_sampling import FrameLimits
 from trencadis.multimodal.videos.video_frontend import VideoFrontend, video_from_answer
 
 ARRAY = video_clips.frames(np.random.default_rng(0), 8, 48, 64)

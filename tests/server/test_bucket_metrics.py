@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
+from trencadis.core.engine_stats import GraphCounters
 from trencadis.core.errors import Conflict, NotFound
-from trencadis.core.graph_plan_report import MEANINGS, POOL_FULL, SKIP, UNPLANNED
+from trencadis.core.graph_plan_report import (
+    MEANINGS,
+    POOL_FULL,
+    SKIP,
+    UNPLANNED,
+    LearnedChange,
+    LearningReport,
+    NeedReport,
+)
 from trencadis.core.process.engine_messages import BucketState, BucketUse, EngineStats, GraphPlan, LearnBuckets
-from trencadis.core.shape_learning_report import LearnedChange, LearningReport, NeedReport
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.metrics.bucket_metrics import (
     RETIRED,
     BucketMetrics,
+    describe_all_buckets,
     describe_learning,
     make_learning_families,
 )
@@ -46,6 +55,17 @@ def test_misses_are_counted_by_stage_and_reason() -> None:
         assert reason in MEANINGS
         labels = f'engine="0",model_name="m",reason="{reason}",stage="{stage}"'
         assert f"vllm:graph_bucket_misses_total{{{labels}}} 1.0" in text
+
+
+def test_parts_that_are_compiled_with_breaks_are_counted_in_buckets() -> None:
+    def engine(breaks: int) -> Any:
+        stats = EngineStats(graphs=GraphCounters(graph_breaks=breaks))
+        return SimpleNamespace(plan=None, info=None, stats=stats)
+
+    shown: Any = describe_all_buckets([engine(3)], [BucketMetrics()])
+    assert shown["graph_breaks"] == 3
+    shown = describe_all_buckets([engine(0), engine(4)], [BucketMetrics(), BucketMetrics()])
+    assert [one["graph_breaks"] for one in shown["engines"]] == [0, 4]
 
 
 def test_buckets_that_left_count_as_retired_and_learning_is_shown() -> None:

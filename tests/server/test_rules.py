@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from trencadis.core.output_constraints import Repetition, RepetitionDetectionParams, Rule, ThinkingBudget
 from trencadis.core.request import SamplingParams
-from trencadis.core.structured_outputs import Repetition, RepetitionDetectionParams, Rule, ThinkingBudget
 
 
 def rule(harness: Any, path: str = "complete", prompt: str = "One two", **fields: Any) -> Rule | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,23 +34,32 @@ Answers = dict[tuple[str, int], list[int]]
 
 @dataclass
 class SampledTraffic(Traffic):
-    """Requests with every sampling field, some under rules, some with log-probabilities; ``lengths``: of answers."""
+    """Requests with every sampling field, some under rules, some with log-probabilities.
+
+    Args:
+        lengths: of answers.
+        predicted: texts that come as ``prediction`` of a request, by its id; every tenth id of them is changed.
+    """
 
     lengths: tuple[int, ...] = (6, 16, 24)
+    predicted: Mapping[tuple[str, int], list[int]] = field(default_factory=dict)
     scores: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
 
     def request(self, rng: random.Random) -> Request:
         """Request number ``sent``."""
         made = random_request(rng, self.sent, self.length, self.vocab, self.most)
         made = ruled(made, rng, self.vocab, self.engine.scheduler.limits.eos) if rng.random() < 0.5 else made
+        most = rng.choice(self.lengths)
         params = replace(
-            made.params, prompt_logprobs=None, max_tokens=rng.choice(self.lengths),
+            made.params, prompt_logprobs=None, max_tokens=most, min_tokens=min(made.params.min_tokens, most),
             min_p=rng.choice([0.0, 0.05]), top_k=rng.choice([0, 7]), top_p=rng.choice([1.0, 0.9]),
             frequency_penalty=rng.choice([0.0, 0.4]), repetition_penalty=rng.choice([1.0, 1.2]),
             presence_penalty=rng.choice([0.0, 0.5]), logprobs=rng.choice([None, None, 2]),
             logit_bias=rng.choice([None, {5: 1.5, 9: -2.0}]),
         )  # fmt: skip
-        return replace(made, params=params)
+        answer = self.predicted.get((made.id, 0), [])
+        changed = [(id + 1) % self.vocab if at % 10 == 9 else id for at, id in enumerate(answer)]
+        return replace(made, params=params, prediction=changed)
 
     def take(self, delta: Delta) -> None:
         super().take(delta)
@@ -64,11 +73,12 @@ def engine_of(path: Path, **flags: Any) -> Engine:
     return create_engine(EngineConfig(model=str(path), **{**FLAGS, **flags}))
 
 
-def run(engine: Engine, seed: int, count: int) -> SampledTraffic:
-    """Answers of random requests; the engine is closed."""
+def run(engine: Engine, seed: int, count: int, predicted: Answers | None = None) -> SampledTraffic:
+    """Answers of random requests, which may come with a prediction; the engine is closed."""
     sizes = engine.scheduler.limits
     engine.set_vocabulary(vocabulary(engine.info().vocab_size, sizes.eos).pack())
-    traffic = SampledTraffic(engine, seed, count, LENGTH * 2 // 3, engine.info().vocab_size, most=8, aborts=0.0)
+    sizes_of: dict[str, Any] = {"length": LENGTH * 2 // 3, "vocab": engine.info().vocab_size, "most": 8}
+    traffic = SampledTraffic(engine, seed, count, **sizes_of, aborts=0.0, predicted=predicted or {})
     traffic.run()
     engine.scheduler.check()
     assert engine.scheduler.pool.used == 0
@@ -96,9 +106,9 @@ def scripted(answers: Answers, kind: str, vocab: int) -> Callable[[Sequence], Dr
 
 def draft_by(engine: Engine, answers: Answers, kind: str, drafts: int) -> None:
     """Replaces the engine's source by a script."""
-    config = SpeculationConfig("ngram", drafts, always=True)
     source = scripted(answers, kind, engine.info().vocab_size)
     scheduler = engine.scheduler
+    config = SpeculationConfig("ngram", drafts, always=True)
     scheduler.drafting = DraftScheduler(config, scheduler.limits, scheduler.totals, source)
 
 
@@ -110,10 +120,15 @@ def compare(path: Path, seed: int, count: int, cases: list[tuple[str, int]], **f
         if kind in ("ngram", "suffix"):
             asked = {"method": kind, "num_speculative_tokens": drafts, "prompt_lookup_min": 1}
             engine = engine_of(path, speculative_config=asked, spec_always=True, **flags)
+        elif kind == "prediction":
+            engine = engine_of(path, **flags)
+            scheduler = engine.scheduler
+            config = SpeculationConfig("", drafts, always=True)
+            scheduler.drafting = DraftScheduler(config, scheduler.limits, scheduler.totals)
         else:
             engine = engine_of(path, **flags)
             draft_by(engine, plain.tokens, kind, drafts)
-        drafted = run(engine, seed, count)
+        drafted = run(engine, seed, count, plain.tokens if kind == "prediction" else None)
         assert drafted.tokens == plain.tokens, f"{kind}, k = {drafts}"
         assert drafted.scores == plain.scores and drafted.ended == plain.ended, f"{kind}, k = {drafts}"
         accepted.append(engine.scheduler.totals.spec_accepted)
@@ -123,23 +138,56 @@ def compare(path: Path, seed: int, count: int, cases: list[tuple[str, int]], **f
 @pytest.mark.parametrize("depth", [0, 1])
 def test_answers_and_log_probabilities_are_those_without_drafts(vl_checkpoint: Path, depth: int) -> None:
     """Images, forks, penalties, rules and preemption; drafts right, wrong and mixed."""
-    right, mixed, wrong, own = compare(
-        vl_checkpoint, 1 + depth, 24, [("right", 4), ("mixed", 3), ("wrong", 1), ("ngram", 7)], async_depth=depth
-    )
-    assert right > mixed > 20 and wrong == 0 and own >= 0
+    right, mixed, wrong, own, predicted = compare(
+        vl_checkpoint, 1 + depth, 24, [("right", 4), ("mixed", 3), ("wrong", 1), ("ngram", 7), ("prediction", 4)],
+        async_depth=depth,
+    )  # fmt: skip
+    assert right > mixed > 20 and wrong == 0 and own > 0 and right > predicted > 20
 
 
 def test_padded_launches_verify_drafts_alike(vl_checkpoint: Path) -> None:
-    compare(vl_checkpoint, 5, 12, [("mixed", 3), ("suffix", 4)], policy="padded")
+    found = compare(vl_checkpoint, 5, 12, [("mixed", 3), ("suffix", 4)], policy="padded")
+    assert min(found) > 0
+
+
+def test_blocks_that_are_not_shared_hold_drafts_alike(vl_checkpoint: Path) -> None:
+    """Without a prefix cache a preempted sequence computes all its tokens again."""
+    cases = [("ngram", 7), ("suffix", 4), ("prediction", 3)]
+    assert min(compare(vl_checkpoint, 2, 16, cases, async_depth=1, enable_prefix_caching=False)) > 0
+
+
+RANKS: dict[str, dict[str, Any]] = {
+    "two ranks": {"tensor_parallel_size": 2}, "two stages": {"pipeline_parallel_size": 2},
+    "two stages of two ranks": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+}  # fmt: skip
+SOURCES = ("right", "mixed", "wrong", "ngram", "suffix", "prediction")
+
+
+@pytest.mark.parametrize("ranks", ["two ranks", "two stages"])
+def test_ranks_and_stages_verify_drafts_alike(vl_checkpoint: Path, ranks: str) -> None:
+    mixed, predicted = compare(vl_checkpoint, 3, 8, [("mixed", 3), ("prediction", 4)], **RANKS[ranks])
+    assert mixed > 20 and predicted > 20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ranks_and_stages_verify_drafts_of_each_source(vl_checkpoint: Path, ranks: str) -> None:
+    cases = [(kind, k) for kind in SOURCES for k in (1, 3, 7)]
+    found = dict(zip(cases, compare(vl_checkpoint, 21, 60, cases, **RANKS[ranks]), strict=True))
+    print(f"{ranks}: accepted {found}")
+    assert all((count > 0) == (kind != "wrong") for (kind, _), count in found.items())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("policy", ["", "padded"])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_thousand_requests_have_equal_answers(vl_checkpoint: Path, depth: int, policy: str) -> None:
-    cases = [(kind, k) for kind in ("right", "mixed", "wrong", "ngram", "suffix") for k in (1, 3, 7)]
-    found = compare(vl_checkpoint, 11, 250, cases, async_depth=depth, policy=policy)
-    print(f"depth {depth}, policy {policy or 'serving'}: accepted {dict(zip(cases, found, strict=True))}")
+@pytest.mark.parametrize("prefixes", [True, False])
+def test_a_thousand_requests_have_equal_answers(vl_checkpoint: Path, depth: int, policy: str, prefixes: bool) -> None:
+    cases = [(kind, k) for kind in SOURCES for k in (1, 3, 7)]
+    counts = compare(vl_checkpoint, 11, 250, cases, async_depth=depth, policy=policy, enable_prefix_caching=prefixes)
+    found = dict(zip(cases, counts, strict=True))
+    print(f"depth {depth}, policy {policy or 'serving'}, prefix cache {prefixes}: accepted {found}")
+    assert all((count > 0) == (kind != "wrong") for (kind, _), count in found.items())
 
 
 def answer(engine: Engine, request: Request) -> list[int]:

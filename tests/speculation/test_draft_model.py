@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from tests.fakes.adapters import adapter_of
+from tests.oracles.transformers_model import GAP
 from tests.speculation.test_cpu_answers import LENGTH, engine_of, run
 from tests.speculation.test_families import answers, gap_at, prompts
 from trencadis.core.engine.engine import Engine
 from trencadis.core.errors import StartupError
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.request import Request, SamplingParams
+from trencadis.core.scheduling.draft_scheduler import DraftScheduler
+from trencadis.core.scheduling.sequence import Sequence
 
 ALONE: dict[str, Any] = {
     "batch_invariant": False, "max_model_len": 384, "num_gpu_blocks_override": 200, "max_num_batched_tokens": 256,
@@ -31,20 +34,32 @@ def drafted_by(path: Path, draft: Path, drafts: int = 4, **flags: Any) -> Engine
     return engine_of(path, speculative_config=asked, spec_always=True, **flags)
 
 
-def test_a_model_accepts_its_own_drafts(checkpoint: Make) -> None:
+def gap_after(path: Path, tokens: list[int]) -> float:
+    """By how much the best log-probability after ``tokens`` is above the second best."""
+    return gap_at(engine_of(path, speculation=False, **ALONE), tokens, [])
+
+
+def test_a_model_accepts_its_own_drafts(checkpoint: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Except where its two best ids are as good as equal: launches of one row and of five may choose either."""
     path = checkpoint("qwen2")
     plain = answers(engine_of(path, speculation=False, **ALONE), 40)
     engine = drafted_by(path, path, **ALONE)
+    rejected, note = list[list[int]](), DraftScheduler.note
+
+    def noted(self: DraftScheduler, seq: Sequence, drafted: int, accepted: int) -> None:
+        note(self, seq, drafted, accepted)
+        if accepted < drafted and not seq.ended:
+            rejected.append(list(seq.tokens[:-1]))
+
+    monkeypatch.setattr(DraftScheduler, "note", noted)
     drafted = answers(engine, 40)
-    totals = engine.scheduler.totals
-    missed = totals.spec_draft_tokens - totals.spec_accepted
-    assert totals.spec_accepted > 150 and missed <= 4, (totals.spec_accepted, missed)
+    assert engine.scheduler.totals.spec_accepted > 150
+    assert all(gap_after(path, tokens) < GAP for tokens in rejected)
     for number, prompt in enumerate(prompts(6, 90)):
         a, b = plain[f"r{number}", 0], drafted[f"r{number}", 0]
         if a != b:
             at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
-            assert gap_at(engine_of(path, speculation=False, **ALONE), list(prompt), a[:at]) < 1e-4
+            assert gap_after(path, [*prompt, *a[:at]]) < GAP
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen2"])

@@ -20,13 +20,15 @@ from tests.speculation.scripted_proposer import ScriptedProposer
 from tests.traffic.requests import searched
 from tests.traffic.rule_oracle import VOCABULARY
 from trencadis.core.engine.engine import Engine
+from trencadis.core.output_constraints import Rule
 from trencadis.core.request import Request, SamplingParams
+from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence
+from trencadis.core.spec.draft_count import VerifyShapes
 from trencadis.core.spec.draft_proposer import DraftProposer
 from trencadis.core.spec.spec_config import SpeculationConfig
 from trencadis.core.step import Step
-from trencadis.core.structured_outputs import Rule
 
 LENGTH = 96
 """Longest sequence of any engine here: the oracle's answers of shorter ones are their beginnings."""
@@ -237,6 +239,29 @@ def test_a_wrong_source_stops_being_asked_to_pay() -> None:
     more = {"speculation": SpeculationConfig("ngram", 4), "make_source": scripted("wrong")}
     _, engine, steps = answer_alone(0, request, **more)
     assert engine.scheduler.totals.spec_draft_tokens < 60 and len(steps) == 90
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("mixed", [True, False])
+def test_planned_launches_are_weighed_as_they_are_padded(
+    depth: int, mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right drafts are all verified; wrong ones end but for trials, and a step waits for none then."""
+    monkeypatch.setattr(DraftScheduler, "learn", lambda *_: None)  # by assumed durations
+    create = DraftScheduler.__init__
+
+    def created(self: DraftScheduler, *args: Any) -> None:
+        create(self, *args)
+        self.shapes = VerifyShapes((1, 2, 4), (1, 4), 5, mixed)
+
+    monkeypatch.setattr(DraftScheduler, "__init__", created)
+    params = SamplingParams(temperature=0, max_tokens=90, seed=3, ignore_eos=True)
+    request, config = Request("r", [5, 6, 7], params), SpeculationConfig("ngram", 4)
+    _, engine, steps = answer_alone(depth, request, speculation=config, make_source=scripted("right"))
+    totals = engine.scheduler.totals
+    assert totals.spec_accepted == totals.spec_draft_tokens == 71 and len(steps) == 1 + 18
+    _, engine, steps = answer_alone(depth, request, speculation=config, make_source=scripted("wrong"))
+    assert len(steps) == 90 and 0 < engine.scheduler.totals.spec_draft_tokens < 60
 
 
 @pytest.mark.parametrize("stops", [[], [30], [1, 30]])

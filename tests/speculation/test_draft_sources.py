@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.speculation.scripted_proposer import ScriptedProposer
-from trencadis.core.spec.draft_count import AcceptanceRates, StepSeconds, choose_count
+from trencadis.core.spec.draft_count import AcceptanceRates, StepSeconds, VerifyShapes, choose_count, pays_together
 from trencadis.core.spec.draft_proposer import NO_DRAFT, DraftTokens, FirstProposal, cut_at
 from trencadis.core.spec.ngram_proposer import BULK, NgramIndex, NgramProposer
 from trencadis.core.spec.predicted_text import PredictedText, PredictionProposer
@@ -223,6 +223,22 @@ def test_many_rows_are_not_drafted_where_a_step_costs_as_much_as_its_tokens() ->
         seconds.learn(tokens, 0.05 + 0.01 * tokens)
     assert choose_count(rates, seconds, 4, 1, 1.0) >= 2
     assert choose_count(rates, seconds, 4, 128, 128.0) in (0, 1)
+
+
+def test_a_launch_that_verifies_costs_the_same_for_one_draft_and_for_all() -> None:
+    """Rows are padded to the plan's; on a Gaudi rows without drafts have a launch of their own."""
+    mixed, apart = (VerifyShapes((1, 2, 4, 8), (2, 4, 16), 5, mixed) for mixed in (True, False))
+    assert [mixed.count_tokens(rows, 0) for rows in (1, 3, 8, 20)] == [1, 4, 8, 20]
+    assert [mixed.count_tokens(3, verified) for verified in (1, 2, 3)] == [20, 20, 20]
+    assert [apart.count_tokens(3, verified) for verified in (1, 2, 3)] == [10 + 2, 10 + 1, 20]
+    seconds = StepSeconds()
+    for tokens in (1, 4, 8, 20, 80):
+        seconds.learn(tokens, 0.01 * (1 + 0.02 * tokens))
+    one, all_rows = ((plain, mixed.count_tokens(plain, plain)) for plain in (1, 8))
+    assert pays_together(seconds, *one, 1.0, 0.5) and not pays_together(seconds, *one, 1.0, 0.05)
+    assert pays_together(seconds, *all_rows, 8.0, 16.0), "all rows together pay for the launch"
+    assert not pays_together(seconds, *all_rows, 8.0, 2.0), "two drafts of one row do not"
+    assert not pays_together(seconds, *one, 1.0, 0.5, making=0.05), "what they take to be made counts"
 
 
 def test_a_larger_step_never_counts_as_shorter() -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,19 @@ from torch.nn import functional
 
 from tests.fakes.checkpoints import VOCAB
 from tests.speculation.test_cpu_answers import engine_of, run
+from tests.traffic.requests import pixels
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.engine.engine import Engine
 from trencadis.core.errors import StartupError
+from trencadis.core.media_spans import MediaSpan
+from trencadis.core.models.eagle3 import FROM_TARGET
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.spec import draft_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, HEADS, KEYS, SIZE, INNER, DRAFTS = 64, 4, 2, 16, 96, 200
 TAPS = (0, 1, 1)
+TABLE = "model.embed_tokens.weight"
 ALONE: dict[str, Any] = {"max_model_len": 384, "num_gpu_blocks_override": 60, "max_num_batched_tokens": 32}
 
 
@@ -73,19 +79,30 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class PlainHead:
-    """The head in plain torch, over a whole text at a time."""
+    """The head in plain torch, over a whole text at a time.
 
-    def __init__(self, weights: dict[str, Tensor], table: Tensor, size: int = SIZE) -> None:
-        self.w, self.size = weights, size
+    ``norm_first``: the residual stream begins with the normed state. ``section``: how many of a key's frequencies each
+    of the three positions of a token turns; None: all have one position, its place in the text.
+    """
+
+    def __init__(
+        self, weights: dict[str, Tensor], table: Tensor, size: int = SIZE, norm_first: bool = False,
+        section: tuple[int, int, int] | None = None,
+    ) -> None:  # fmt: skip
+        self.w, self.size, self.norm_first, self.section = weights, size, norm_first, section
         self.table = weights.get("embed_tokens.weight", table)
 
-    def states(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(normed, stream) [n, hidden] of tokens whose following ids are ``tokens``."""
+    def states(self, hidden: Tensor, tokens: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(normed, stream) [n, hidden] of tokens whose following ids are ``tokens``; ``positions``: [3, n]."""
         w, n, d = self.w, len(tokens), self.size
         embedded = norm(self.table[tokens], w["midlayer.input_layernorm.weight"])
-        x = torch.cat([embedded, norm(hidden, w["midlayer.hidden_norm.weight"])], 1)
+        normed = norm(hidden, w["midlayer.hidden_norm.weight"])
+        x = torch.cat([embedded, normed], 1)
         q, k, v = ((x @ w[f"midlayer.self_attn.{name}_proj.weight"].T).view(n, -1, d) for name in "qkv")
         angle = torch.arange(n)[:, None] * 10000.0 ** (-torch.arange(0, d, 2) / d)[None]
+        if positions is not None and self.section is not None:
+            one = [positions[axis].repeat(count, 1) for axis, count in enumerate(self.section)]
+            angle = torch.cat(one).T * 10000.0 ** (-torch.arange(0, d, 2) / d)[None]
         cos, sin = (torch.cat([f(angle), f(angle)], 1)[:, None] for f in (torch.cos, torch.sin))
 
         def turned(t: Tensor) -> Tensor:
@@ -95,7 +112,7 @@ class PlainHead:
         scores = torch.einsum("qhd,khd->hqk", q, k) * d**-0.5
         scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), float("-inf"))
         out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(HEADS // KEYS, 1)).reshape(n, -1)
-        x = hidden + out @ w["midlayer.self_attn.o_proj.weight"].T
+        x = (normed if self.norm_first else hidden) + out @ w["midlayer.self_attn.o_proj.weight"].T
         y = norm(x, w["midlayer.post_attention_layernorm.weight"])
         gate, up = (y @ w[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         stream = x + (torch.nn.functional.silu(gate) * up) @ w["midlayer.mlp.down_proj.weight"].T
@@ -121,14 +138,14 @@ def headed(path: Path, head: Path, drafts: int = 4, **flags: Any) -> Engine:
     return engine_of(path, speculative_config=asked, spec_always=True, **flags)
 
 
-def states_of(path: Path, tokens: list[int]) -> tuple[Tensor, Tensor]:
+def states_of(path: Path, tokens: list[int], taps: tuple[int, ...] = TAPS) -> tuple[Tensor, Tensor]:
     """(tapped states [n, 3 x hidden], embedding table) by transformers."""
     from transformers import Qwen2ForCausalLM
 
     model = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.no_grad():
         hidden = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    return torch.cat([hidden[at][0] for at in TAPS], 1), model.get_input_embeddings().weight.detach()
+    return torch.cat([hidden[at][0] for at in taps], 1), model.get_input_embeddings().weight.detach()
 
 
 def on_device(device: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -157,6 +174,13 @@ def test_a_head_equals_a_plain_reference(
     monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
     path, weights = checkpoint("qwen2"), weights_of(3, own_table)
     engine = headed(path, head_at(tmp_path / "head", weights), **{**ALONE, **on_device(device, monkeypatch)})
+    compare_drafts(engine, path, lambda table: PlainHead(weights, table))
+
+
+def compare_drafts(
+    engine: Engine, path: Path, plain: Callable[[Tensor], PlainHead], taps: tuple[int, ...] = TAPS
+) -> None:
+    """Asserts that all drafts beside an answer of ``engine`` are those of ``plain``, made of the embedding table."""
     rank: Any = engine.executor._rank  # type: ignore[attr-defined]
     seen: list[tuple[list[int], tuple[int, ...], Tensor]] = []
     propose = rank.eagle.propose
@@ -177,10 +201,89 @@ def test_a_head_equals_a_plain_reference(
     engine.close()
     assert len(seen) > 5
     for tokens, drafts, state in seen:
-        taps, table = states_of(path, tokens[:-1])
-        wanted, normed = PlainHead(weights, table).drafts(taps, tokens, len(drafts))
+        states, table = states_of(path, tokens[:-1], taps)
+        wanted, normed = plain(table).drafts(states, tokens, len(drafts))
         torch.testing.assert_close(state, normed[-1], rtol=1e-4, atol=1e-4)
         assert drafts == tuple(wanted)
+
+
+def test_heads_whose_keys_have_112_values(checkpoint: Any, tmp_path: Path) -> None:
+    path, weights = checkpoint("qwen2"), weights_of(4, size=112)
+    engine = headed(path, head_at(tmp_path / "head", weights, head_dim=112), **ALONE)
+    compare_drafts(engine, path, lambda table: PlainHead(weights, table, 112))
+
+
+def test_heads_that_begin_with_the_normed_state(checkpoint: Any, tmp_path: Path) -> None:
+    path, weights = checkpoint("qwen2"), weights_of(5)
+    engine = headed(path, head_at(tmp_path / "head", weights, norm_before_residual=True), **ALONE)
+    compare_drafts(engine, path, lambda table: PlainHead(weights, table, norm_first=True))
+
+
+def test_a_head_that_names_no_layers_reads_one_near_each_end_and_the_middle(checkpoint: Any, tmp_path: Path) -> None:
+    """The other spelling of the architecture, and the size of the target's states."""
+    path, weights = checkpoint("qwen2", num_hidden_layers=7), weights_of(6)
+    head = head_at(
+        tmp_path / "head", weights, architectures=["Eagle3LlamaForCausalLM"], eagle_config=None,
+        target_hidden_size=HIDDEN,
+    )  # fmt: skip
+    compare_drafts(headed(path, head, **ALONE), path, lambda table: PlainHead(weights, table), (2, 3, 4))
+
+
+def positions_of(tokens: int, offset: int, height: int, width: int) -> Tensor:
+    """[3, tokens]: positions of a text whose image of height x width tokens begins at ``offset``."""
+    before = torch.arange(offset).repeat(3, 1)
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    image = offset + torch.stack([torch.zeros_like(rows), rows, columns]).view(3, -1)
+    after = offset + max(height, width) + torch.arange(tokens - offset - height * width)
+    return torch.cat([before, image, after.repeat(3, 1)], 1)
+
+
+@pytest.mark.parametrize("size", [16, 112])
+def test_a_head_of_qwen2_5_vl_turns_keys_by_the_three_positions_of_an_image(
+    size: int, vl_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Its sections are its own; the states are those that the target's launch left for it."""
+    section = (2, 3, 3) if size == 16 else (16, 20, 20)
+    weights, offset, height, width = weights_of(7, size=size), 5, 3, 4
+    head = head_at(
+        tmp_path / "head", weights, architectures=["Eagle3Qwen2_5vlForCausalLM"], head_dim=size,
+        rope_scaling={"type": "mrope", "mrope_section": list(section)},
+    )  # fmt: skip
+    engine = headed(vl_checkpoint, head, **{**ALONE, "max_num_batched_tokens": 64})
+    rank: Any = engine.executor._rank  # type: ignore[attr-defined]
+    pad = load_config(vl_checkpoint).image_token
+    prompt = [*range(30, 30 + offset), *[pad] * (height * width), *range(50, 60)]
+    at = positions_of(len(prompt) + 4, offset, height, width)
+    found, propose = list[tuple[list[int], tuple[int, ...], Tensor]](), rank.eagle.propose
+
+    def noted(rows: Any) -> Any:
+        (seq,) = engine.scheduler.running
+        states = rank.eagle.head.state.states[FROM_TARGET + 1 :][: len(prompt)].clone()
+        drafts = propose(rows)
+        found.append((list(seq.tokens), drafts[0], states))
+        return drafts
+
+    rank.eagle.propose = noted
+    span = MediaSpan(offset, height * width, "06080001", (1, 2 * height, 2 * width), 64)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    positions = at[:, : len(prompt)].int().numpy().tobytes()
+    engine.add(Request("r", prompt, params, [span], positions, max(height, width) - height * width))
+    while not engine.idle():
+        engine.step()
+        for request_id, index in engine.needs():
+            engine.add_media(request_id, index, pixels(span))
+    engine.close()
+    tokens, drafts, hidden = found[0]
+    plain = PlainHead(weights, load_file(vl_checkpoint / "model.safetensors")[TABLE], size, section=section)
+    ids = torch.tensor(tokens[1:])
+    assert len(ids) == len(prompt) and hidden.abs().sum(1).min() > 0
+    for draft in drafts:
+        normed, stream = plain.states(hidden, ids, at[:, : len(ids)])
+        best = int((normed[-1] @ weights["lm_head.weight"].T).argmax())
+        assert draft == best + int(weights["d2t"][best])
+        hidden, ids = torch.cat([hidden, stream[-1:]]), torch.cat([ids, torch.tensor([draft])])
+    flat = PlainHead(weights, plain.table, size).states(hidden, ids)[0]
+    assert (flat[-1] - plain.states(hidden, ids, at[:, : len(ids)])[0][-1]).abs().max() > 1e-2, "positions matter"
 
 
 def counting_model(path: Path, folder: Path) -> tuple[Path, Tensor]:
@@ -277,13 +380,6 @@ def test_a_start_reads_a_heads_configuration_once(
     assert read == [str(head)]
 
 
-def test_heads_of_other_sizes(vl_checkpoint: Path, tmp_path: Path) -> None:
-    """Keys of another size than the model's, and 112."""
-    for size in (32, 112):
-        head = head_at(tmp_path / str(size), weights_of(1, size=size), head_dim=size)
-        run(headed(vl_checkpoint, head, 2), 3, 4)
-
-
 def test_what_is_no_head_is_refused_in_one_line(vl_checkpoint: Path, tmp_path: Path) -> None:
     weights = weights_of(1)
     far = {**weights, "d2t": torch.full((DRAFTS,), VOCAB)}
@@ -291,6 +387,7 @@ def test_what_is_no_head_is_refused_in_one_line(vl_checkpoint: Path, tmp_path: P
     other = {**weights, "lm_head.weight": torch.zeros(DRAFTS + 1, HIDDEN)}
     cases: list[tuple[Path, str]] = [
         (head_at(tmp_path / "a", weights, hidden_size=32, head_dim=8), "is a head for hidden size 32"),
+        (head_at(tmp_path / "t", weights, target_hidden_size=128), "is a head for hidden size 128"),
         (head_at(tmp_path / "b", weights, vocab_size=VOCAB + 8), "has 352 ids and"),
         (head_at(tmp_path / "c", weights, architectures=["LlamaForCausalLM"]), "eagle3 takes a head"),
         (head_at(tmp_path / "d", far), "outside of 344 ids"),

@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 from typing import Any, cast
 
+import llguidance
 import pytest
 
+from benchmarks.speculation import SCHEMA
 from tests.random_inputs.grammar_draws import GrammarDraws
 from tests.random_inputs.masked_answers import write_grammars
 from trencadis import LLM
+from trencadis.core.output_constraints import Rule
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.sequence import Sequence
 from trencadis.core.spec.spec_config import SpeculationConfig
-from trencadis.core.structured_outputs import Rule
 
 FLAGS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "batch_invariant": True,
@@ -81,6 +83,34 @@ def compare(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_answers_under_some_grammars_are_equal_with_forced_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     compare(16, monkeypatch)
+
+
+def test_most_ids_of_a_schema_with_long_names_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of eight fields and what stands between the values; docs/speculation.md has the figure."""
+    monkeypatch.setitem(FLAGS, "max_model_len", 1024)
+    llm, forced, append = LLM(**FLAGS), list[int](), Sequence.append_forced
+
+    def noted(seq: Sequence, token: int) -> None:
+        forced.append(token)
+        append(seq, token)
+
+    monkeypatch.setattr(Sequence, "append_forced", noted)
+    engine = llm.engine
+    scheduler = engine.scheduler
+    scheduler.drafting = DraftScheduler(SpeculationConfig("", 0, forced=32), scheduler.limits, scheduler.totals)
+    engine.set_vocabulary(GrammarDraws(cast(Any, llm.get_tokenizer())).vocabulary.pack())
+    rule = Rule(grammar=llguidance.LLMatcher.grammar_from_json_schema(SCHEMA))
+    for seed in range(8):
+        params = SamplingParams(temperature=1.0 if seed else 0.0, max_tokens=600, seed=seed)
+        engine.add(Request(f"r{seed}", [20 + seed, 30, 40], params, rule=rule))
+    tokens = 0
+    while not engine.idle():
+        for delta in engine.step():
+            assert delta.finish in (None, "stop")
+            tokens += len(delta.tokens)
+    llm.close()
+    print(f"{len(forced)} of {tokens} ids were forced in {scheduler.steps} steps")
+    assert len(forced) > 0.8 * tokens and tokens > 8 * scheduler.steps / 2
 
 
 @pytest.mark.long

@@ -32,20 +32,21 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.shape_policy import graph_input_bytes, policy
-from trencadis.core.buckets import DRAFT, Bucket, Stage, ahead_variant, is_drafting, verify_variant
+from trencadis.core.buckets import DRAFT, Bucket, Stage, ahead_variant, is_drafting, padded_tokens, verify_variant
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_registry import family_options
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.device_shape_policy import InputSizes
-from trencadis.core.engine import graph_startup
+from trencadis.core.engine import device_startup
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.engine.startup_plan import StartupPlan
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.launches.draft_loading import open_beside
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.shared_constants import RESERVED_BLOCKS
+from trencadis.core.scheduling.sequence import Sequence
 
 LENGTH, DRAFTS = 96, 3
 FLAGS: dict[str, Any] = {
@@ -135,6 +136,33 @@ def test_answers_are_those_without_drafts_and_nothing_compiles(device: str, make
     check_ledger(engine)
 
 
+@pytest.mark.parametrize("device", ["twin", pytest.param("lazy", marks=pytest.mark.long)])
+def test_drafts_are_weighed_by_the_planned_launches(device: str, make: Make) -> None:
+    """Until steps were measured a launch of VERIFY costs what the plan says: little more than reading the weights."""
+    engine = make(device, **FEW, speculative_config=SPECULATION)
+    drafting, plan = engine.scheduler.drafting, graphs_of(engine).plan
+    assert drafting is not None and drafting.shapes is not None
+    rows = max(b.dims[0] for b in plan.buckets if b.stage is Stage.VERIFY)
+    verify = next(b for b in plan.buckets if b.stage is Stage.VERIFY and b.dims[0] == rows)
+    assert drafting.shapes.count_tokens(rows, rows) == padded_tokens(verify) == rows * (DRAFTS + 1)
+    launch = plan.policy.cost.launch
+    assert drafting.seconds.ratio(1, 3) == pytest.approx((launch + 4) / (launch + 1))
+
+
+def test_forced_ids_need_no_launch_where_drafts_are_asked_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    forced, append = list[int](), Sequence.append_forced
+
+    def noted(seq: Sequence, token: int) -> None:
+        forced.append(token)
+        append(seq, token)
+
+    monkeypatch.setattr(Sequence, "append_forced", noted)
+    plain = answers_of(make("twin", **FEW), 1, 14)
+    assert not forced
+    free = answers_of(make("twin", **FEW, speculative_config=SPECULATION, spec_always=True), 1, 14)
+    assert forced and count_different(plain.tokens, free.tokens) <= 1, "a draw flips where its number is at an edge"
+
+
 def scripted(engine: Engine, most: int) -> float:
     """Launches of text per token of an answer whose prediction has every tenth id changed, from the first token on."""
     prompt = list(range(5, 25))
@@ -186,13 +214,13 @@ BOOKED = ("image arena", "sampler state", "hidden rows", "static inputs")
 def note_papers(monkeypatch: pytest.MonkeyPatch) -> list[StartupPlan]:
     """The plans of later starts, made before anything is loaded."""
     papers: list[StartupPlan] = []
-    plan = graph_startup._paper
+    plan = device_startup._paper
 
     def noted(*args: Any) -> StartupPlan:
         papers.append(plan(*args))
         return papers[-1]
 
-    monkeypatch.setattr(graph_startup, "_paper", noted)
+    monkeypatch.setattr(device_startup, "_paper", noted)
     return papers
 
 

@@ -30,6 +30,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "must be a text part",
     ),
     ({"prediction": {"type": "content", "content": "x"}, "n": 2}, "prediction", "about one answer, but n is 2"),
+    ({"prediction": {"type": "content", "content": "x"}, "tools": [TOOL]}, "prediction", "cannot be used with tools"),
     ({"prediction": "x"}, "prediction", ""),
 ]
 
@@ -53,6 +54,12 @@ def test_a_malformed_prediction_is_refused(app: Any, fields: dict[str, Any], par
     response = app.chat(**fields)
     error = response.json()["error"]
     assert response.status_code == 400 and error["param"] == param and says in error["message"]
+
+
+def test_tools_that_are_not_called_go_with_a_prediction(app: Any) -> None:
+    text = app.tokenizer.decode(app.engine.answer)
+    assert app.chat(prediction=content(text), tools=[TOOL], tool_choice="none").status_code == 200
+    assert app.engine.submitted[-1][0].prediction == app.engine.answer
 
 
 def test_usage_counts_the_predicted_tokens_that_appeared(app: Any) -> None:

@@ -27,14 +27,14 @@ from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_registry import image_needs
-from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info import can_share
 from trencadis.core.launches.encoder_data_parallel import GatheredRows, assign_images
+from trencadis.core.media_spans import SINK_ROW
 from trencadis.core.memory.cache_plan import weights_bytes
 from trencadis.core.shapes.pipeline_partition import check_ranks
-from trencadis.core.shared_constants import SINK_ROW
 from trencadis.core.step import Encode
 
 DATA: dict[str, Any] = dict(tensor_parallel_size=2, mm_encoder_tp_mode="data")

@@ -27,7 +27,7 @@ from trencadis.core.engine.pipeline_startup_plan import planned_stages
 from trencadis.core.engine.startup_plan import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.launches.stage_transfer import LAST
+from trencadis.core.launches.pipeline_transfer import LAST
 from trencadis.core.memory import graph_measurements
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.pipeline_partition import check_ranks, split_model

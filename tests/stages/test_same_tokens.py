@@ -17,7 +17,7 @@ from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.engine_connection import HeadlessRanks, make_connect_infos
+from trencadis.core.executor.headless_ranks import HeadlessRanks, make_connect_infos
 from trencadis.core.links.rank_placement import topology
 
 TIGHT: dict[str, Any] = dict(num_gpu_blocks_override=44)

@@ -18,8 +18,8 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor import rank_messages
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankFailed
 from trencadis.core.executor.rank_info import RankInfo
-from trencadis.core.launches.stage_transfer import StageOutputs
-from trencadis.core.step import HeadOutput, StepOutput, StepStats, TargetScores
+from trencadis.core.launches.pipeline_transfer import StageOutputs
+from trencadis.core.step_output import HeadOutput, StepOutput, StepStats, TargetScores
 
 SOON = 5.0
 """Seconds in which a failure must be known: it settles for 0.3."""

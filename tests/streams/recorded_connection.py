@@ -15,7 +15,7 @@ from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request, TokenLogprob
 from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.engine.engine_client import DeltaCallback
-from trencadis.server.engine.request_link import RequestLink
+from trencadis.server.engine.engine_process_link import RequestLink
 from trencadis.server.http.uvicorn_server import make_server
 
 HIGH = 64 << 10

@@ -17,8 +17,8 @@ from tests.fakes.text_checkpoint import write_text_checkpoint
 from tests.streams.recorded_connection import HIGH, WiredClient, WiredEngine, score, settled, wired
 from trencadis.core.errors import QueueFull
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine import engine_client, request_link
-from trencadis.server.engine.request_link import RequestLink
+from trencadis.server.engine import engine_client, engine_process_link
+from trencadis.server.engine.engine_process_link import RequestLink
 
 CHAT = "/v1/chat/completions"
 TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 900}
@@ -152,7 +152,7 @@ def test_a_stream_that_nothing_reads_ends_at_the_bound_of_answers(
 def test_streams_that_wait_share_the_bytes_of_large_answers() -> None:
     async def body() -> None:
         backlog = engine_client.Backlog(1 << 20, 1 << 20, lambda: 256 << 10)
-        first, second, small = (request_link.OpenRequest([], 1, backlog) for _ in range(3))
+        first, second, small = (engine_process_link.OpenRequest([], 1, backlog) for _ in range(3))
         small.deliver(Delta("c", 0, [5]))
         assert backlog.held == 0, "what all readers have waiting is not counted"
         while backlog.held < 600 << 10:
@@ -344,12 +344,12 @@ def test_bytes_are_counted_and_silence_is_not_filled_while_tokens_come(harness: 
     run(body)
 
 
-@pytest.mark.parametrize(("seconds", "turn"), [(0.0, 20.0), (0.0002, request_link.DELIVERY_SLICE)])
+@pytest.mark.parametrize(("seconds", "turn"), [(0.0, 20.0), (0.0002, engine_process_link.DELIVERY_SLICE)])
 def test_other_work_has_its_turn_within_a_step_of_deltas_that_take_long(
     seconds: float, turn: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A delta that is written at once takes its time; the front, which only sorts deltas, sends a step in one frame."""
-    monkeypatch.setattr(request_link, "DELIVERY_SLICE", turn)
+    monkeypatch.setattr(engine_process_link, "DELIVERY_SLICE", turn)
     turns: list[int] = []
 
     class Counting(RequestLink):
@@ -377,4 +377,4 @@ def test_other_work_has_its_turn_within_a_step_of_deltas_that_take_long(
 
     run(body)
     most = max(b - a for a, b in pairwise([*turns, 320]))
-    assert most == 320 if not seconds else most <= 2 * request_link.CLOCK_INTERVAL
+    assert most == 320 if not seconds else most <= 2 * engine_process_link.CLOCK_INTERVAL

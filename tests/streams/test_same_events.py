@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
+from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from tests.streams.recorded_connection import WiredClient, WiredEngine, score, settled, wired
 from trencadis.core.request import Delta, Request, RequestStats
-from trencadis.server.http.connection_limits import ChunkWriter
+from trencadis.server.http.h11_connection import ChunkWriter
 from trencadis.server.routes import anthropic_conversion
 from trencadis.server.routes.chat_stream import ChatStream
 from trencadis.server.routes.responses_conversion import ResponseWriter
@@ -55,8 +59,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
-def streamed(harness: ScriptedApp, kind: str, straight: bool) -> str:
-    """The body of an answer that thinks, speaks and calls, a token a step."""
+def streamed(harness: ScriptedApp, kind: str, straight: bool, sizes: Callable[[], int] = lambda: 1) -> str:
+    """The body of an answer that thinks, speaks and calls; ``sizes``: how many tokens the next step has."""
     path, body = KINDS[kind]
     tokens = harness.tokenizer.encode(f"<think>Well: 🤔 it\u2019s so.</think>{SAID}{CALL}")
     limit = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": len(tokens)}
@@ -66,13 +70,15 @@ def streamed(harness: ScriptedApp, kind: str, straight: bool) -> str:
         client = WiredClient(wired(harness, engine, tool_call_parser="hermes", reasoning_parser="qwen3"))
         client.ask(path, body | limit)
         await settled(40)
-        for i, token in enumerate(tokens):
-            last = i == len(tokens) - 1
+        at = 0
+        while at < len(tokens):
+            part = tokens[at : at + sizes()]
+            at += len(part)
 
-            def made(request: Request, choice: int, token: int = token, last: bool = last) -> Delta:
+            def made(request: Request, choice: int, part: list[int] = part, last: bool = at == len(tokens)) -> Delta:
                 top = request.params.logprobs
                 return Delta(
-                    request.id, choice, [token], None if top is None else [score(token, top)],
+                    request.id, choice, [*part], None if top is None else [score(token, top) for token in part],
                     finish="length" if last else None, cached_tokens=2, stats=RequestStats() if last else None,
                 )  # fmt: skip
 
@@ -127,3 +133,56 @@ def test_a_template_and_a_model_say_the_same(checkpoint: Path, kind: str, monkey
     )
     monkeypatch.setattr(ResponseWriter, "_write_delta", ResponseWriter._write_delta_event)
     assert alike(streamed(scripted_app(checkpoint), kind, straight=True)) == alike(filled)
+
+
+NEW = {"id", "item_id", "call_id", "created", "created_at", "completed_at", "sequence_number", "obfuscation"}
+"""Keys of values that are new in each answer or count its events."""
+ADDED = {"content", "reasoning", "reasoning_content", "arguments", "text", "delta", "thinking", "partial_json"}
+"""Keys of texts that events add to those before them."""
+
+
+def without_new(value: Any) -> Any:
+    """A value without ``NEW`` keys at any depth."""
+    if isinstance(value, dict):
+        return {key: without_new(part) for key, part in value.items() if key not in NEW}
+    return [*map(without_new, value)] if isinstance(value, list) else value
+
+
+def sums(said: str) -> dict[Any, Any]:
+    """What the events of a stream add up to: texts joined, lists extended, other values as they change."""
+    found: dict[Any, Any] = {}
+
+    def add(where: tuple[Any, ...], value: Any) -> None:
+        if isinstance(value, dict):
+            for key, part in value.items():
+                if key not in NEW:
+                    add((*where, key), part)
+        elif isinstance(value, list) and any(isinstance(one, dict) and "index" in one for one in value):
+            for one in value:
+                add((*where, one["index"]), one)
+        elif isinstance(value, list) and where[-1] != "output":
+            found.setdefault(where, []).extend(map(without_new, value))
+        elif isinstance(value, str) and where[-1] in ADDED:
+            found[where] = found.get(where, "") + value
+        elif "usage" in where:
+            found[where] = value
+        elif (value := without_new(value)) is not None and found.setdefault(where, [value])[-1] != value:
+            found[where].append(value)
+
+    for line in said.split("\n"):
+        if line.startswith("data: {"):
+            event = json.loads(line[6:])
+            at = [event.get(key) for key in ("type", "output_index", "content_index", "index", "summary_index")]
+            add(tuple(at), event)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_of_several_tokens_add_up_to_the_same(checkpoint: Path, kind: str) -> None:
+    """Steps that accept drafts: texts, calls, scores, ids, reasons and the last usage are those of single tokens."""
+    single = sums(streamed(scripted_app(checkpoint), kind, straight=True))
+    assert any(isinstance(value, str) and "日本語" in value for value in single.values())
+    for seed, straight in product(range(3), (False, True)):
+        draw, most = random.Random(seed).randint, 2 + 4 * seed
+        found = sums(streamed(scripted_app(checkpoint), kind, straight, partial(draw, 1, most)))
+        assert found == single, [key for key in {*found, *single} if found.get(key) != single.get(key)]

@@ -21,7 +21,13 @@ from trencadis.assets import demo_path
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
 from trencadis.server.bench import bench_command as bench
-from trencadis.server.cli import chat_command, check_accuracy, check_backend, check_device, quantize
+from trencadis.server.cli import (
+    chat_and_complete_commands,
+    check_accuracy,
+    check_backend_and_model_commands,
+    check_device,
+    quantize_and_merge_lora_commands,
+)
 from trencadis.server.cli import run_batch as batch
 from trencadis.server.config import command_line_parser
 from trencadis.server.plan import plan_command as plan
@@ -166,16 +172,16 @@ def own_flags(command: Command) -> None:
         memory = [] if command.typed else ["--memory", "96GiB"]
         command_line_parser.parse(plan._parse_options([*words, *memory])[1])
     elif name == "chat":
-        chat_command.parse_arguments(words)
+        chat_and_complete_commands.parse_arguments(words)
     elif name == "quantize":
-        given = quantize.parse(words)
-        assert len(given.names) == 2 and quantize.check_options(given.values), command
+        given = quantize_and_merge_lora_commands.parse(words)
+        assert len(given.names) == 2 and quantize_and_merge_lora_commands.check_options(given.values), command
     elif name == "merge-lora":
         assert len(words) == 3 or not (words or command.typed), command
     elif name == "check-backend":
-        check_backend.parse(words or ["numpy"])
+        check_backend_and_model_commands.parse(words or ["numpy"])
     elif name == "check-model":
-        assert check_backend.parse_model_options(words).path or not command.typed, command
+        assert check_backend_and_model_commands.parse_model_options(words).path or not command.typed, command
     elif name == "check-accuracy":
         check_accuracy.parse(words)
     elif name == "check-device" or name.removeprefix("check-") in devices.BUILT:

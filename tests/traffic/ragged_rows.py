@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trencadis.core.shared_constants import RESERVED_BLOCKS
-from trencadis.core.step import StepInputs
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS
+from trencadis.core.launch_inputs import StepInputs
 
 Rows = Sequence[tuple[int, int]]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import llguidance
 import numpy as np
 
+from trencadis.core.output_constraints import Rule
 from trencadis.core.request import SamplingParams
-from trencadis.core.structured_outputs import Rule
-from trencadis.core.token_masks.canonical_tokens import Vocabulary, open_tokenizer
+from trencadis.core.token_masks.grammar_vocabulary import Vocabulary, open_tokenizer
 
 EOS = 0
 THINK, END = 56, 57

@@ -19,7 +19,7 @@ from trencadis.core.checkpoint.model_config import reserved_rows
 from trencadis.core.checkpoint.model_registry import image_processor
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.launches.persistent_tensors import allocate_persistent
-from trencadis.core.memory.estimate import arena_width
+from trencadis.core.memory.memory_estimator import arena_width
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.shapes.bucket_options import vision_boundaries
 from trencadis.core.step import Encode

@@ -17,7 +17,7 @@ from tests.traffic.image_chats import Chat, wire
 from tests.traffic.server_process import server
 from tests.vision.vision_checkpoints import qwen3_vl
 from trencadis import LLM
-from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.engine_config import EngineConfig
 
 TEMPLATES = Path(__file__).resolve().parent.parent.parent / "examples" / "templates"

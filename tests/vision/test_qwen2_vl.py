@@ -260,7 +260,7 @@ def test_windows_are_refused_where_there_are_none(path: Path) -> None:
 def test_the_ledger_counts_the_weights_exactly(path: Path) -> None:
     from trencadis.backends.cpu import make_backend
     from trencadis.core.device.backend import BackendConfig
-    from trencadis.core.memory.estimate import MemoryEstimator
+    from trencadis.core.memory.memory_estimator import MemoryEstimator
     from trencadis.core.models.model_loader import load_model
 
     config = load_config(path)

@@ -20,8 +20,8 @@ from tests.vision.vision_checkpoints import qwen3_5
 from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import StartupError
-from trencadis.multimodal.normalisation import IMAGENET_STANDARD
 from trencadis.multimodal.patch_packing import count_slots
+from trencadis.multimodal.pixel_normalisation import IMAGENET_STANDARD
 
 FORMS: dict[str, dict[str, Any]] = {
     "dense": {},

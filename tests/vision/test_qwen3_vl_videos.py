@@ -21,8 +21,7 @@ from trencadis.core.errors import BadRequest, StartupError
 from trencadis.multimodal.media_options import MediaOptions
 from trencadis.multimodal.placeholders import expand_with_timestamps, format_timestamps
 from trencadis.multimodal.processor_interface import PreparedImage, PreparedVideo
-from trencadis.multimodal.videos.frame_limits import FrameLimits
-from trencadis.multimodal.videos.frame_sampling import sample_clip_frames
+from trencadis.multimodal.videos.frame_sampling import FrameLimits, sample_clip_frames
 from trencadis.multimodal.videos.frame_size import clip_frame_size
 
 LIMITS = FrameLimits(factor=32, cell=32, windows=False, clip=(4096, 25_165_824))

@@ -12,10 +12,9 @@ import pytest
 from tests.engine.test_schedules import play
 from tests.oracles.shadow_engine import ScheduleDriver, shadow_engine
 from trencadis.core.kv.block_pool import BlockHashChain
-from trencadis.core.media_spans import MediaSpan, TokenRun, rows_at_once
+from trencadis.core.media_spans import RESERVED_ROWS, MediaSpan, TokenRun, rows_at_once
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.scheduling.encoder_scheduler import EncoderCache, rows_of_run
-from trencadis.core.shared_constants import RESERVED_ROWS
+from trencadis.core.scheduling.encoder_cache import EncoderCache, rows_of_run
 from trencadis.multimodal.placeholders import expand_placeholders
 from trencadis.multimodal.processor_interface import ImageGeometry, PlaceholderRun, encoder_items
 from trencadis.server.prompts.multimodal_inputs import ExpandedPrompt

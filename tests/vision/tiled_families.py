@@ -20,7 +20,7 @@ from tests.vision.extra_families import minicpmv, phi3_v
 from tests.vision.family_harness import FamilyHarness
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_registry import image_processor
-from trencadis.core.shared_constants import RESERVED_ROWS
+from trencadis.core.media_spans import RESERVED_ROWS
 from trencadis.multimodal.processor_interface import PlaceholderRun, PreparedImage
 
 Change = Callable[[Any, Any], tuple[Any, str, Any]]

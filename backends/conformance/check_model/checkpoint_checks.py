@@ -27,11 +27,11 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.family import GENERATE
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.model_registry import family_of
-from trencadis.core.checkpoint.pooling_resolver import pooling_of
+from trencadis.core.checkpoint.pooling_config_reader import pooling_of
 from trencadis.core.checkpoint.weight_file_reader import open_weights
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.models.decoder import Decoder
 
 TOLERANCE = 1e-4

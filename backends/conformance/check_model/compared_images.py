@@ -25,8 +25,7 @@ from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ModelConfig, reserved_rows
 from trencadis.core.cross_attention_inputs import ENDLESS, compute_cross_attention
 from trencadis.core.errors import StartupError
-from trencadis.core.media_spans import MediaSpan, TokenRun
-from trencadis.core.shared_constants import RESERVED_ROWS
+from trencadis.core.media_spans import RESERVED_ROWS, MediaSpan, TokenRun
 from trencadis.core.step import Encode
 
 SIZES = ((60, 90), (200, 110), (97, 300))

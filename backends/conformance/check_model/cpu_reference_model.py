@@ -23,10 +23,11 @@ from trencadis.core.cross_attention_inputs import (
     variant_of,
 )
 from trencadis.core.device.backend import Backend, BackendConfig, Comm
+from trencadis.core.launch_inputs import StepInputs
 from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.models import model_loader
 from trencadis.core.models.attention import SharedAttention
-from trencadis.core.step import Encode, StepInputs
+from trencadis.core.step import Encode
 
 BLOCK, BLOCKS = 8, 32
 Note = Callable[[Any, int], None]
@@ -99,7 +100,7 @@ class CpuReferenceModel:
             whole = None if self.config.text.causal else np.full(n, n - 1, np.int32)
             prompt = PromptArrays(np.zeros(n, np.int32), positions, whole)
         positions, upto = prompt.positions.copy(), prompt.upto
-        positions[0] *= not 0 < self.config.text.long_from < n  # see core/models/attention.py
+        positions[0] *= not 0 < self.config.text.long_from < n  # see core/models/rotary_embedding.py
         hidden = self.model.persistent.hidden
         for start in range(0, n, chunk):
             size = min(chunk, n - start)

@@ -142,9 +142,30 @@ class AdaptersLayout(ctypes.Structure):
     ]
 
 
+class ReplayedCall(ctypes.Structure):
+    """``ReplayedCall`` of replay.h."""
+
+    _fields_ = [
+        ("function", ctypes.c_int64),
+        ("arguments", ctypes.c_int64 * 9),
+        ("rows", ctypes.c_int64),
+        ("real", ctypes.c_float),
+        ("unused", ctypes.c_int32),
+    ]
+
+
+class AttendRowsLayout(ctypes.Structure):
+    """``AttendRows`` of replay.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("blocks", "token", "row", "first", "length")),
+        *((name, ctypes.c_int64) for name in ("n", "width")),
+    ]
+
+
 STRUCTURES = (
     Layout, DenseLayout, PackCall, AttendLayout, RotaryLayout, FlashLayout, SpanLayout, ConvolutionLayout, DeltaLayout,
-    DeltaNetLayout, AdaptersLayout,
+    DeltaNetLayout, AdaptersLayout, ReplayedCall, AttendRowsLayout,
 )  # fmt: skip
 """The structures in the order of their numbers in layouts.c."""
 

@@ -22,7 +22,7 @@ from trencadis.backends.cpu.native import kernel_threads
 from trencadis.backends.cpu.native.ctypes_structs import DenseLayout
 from trencadis.backends.cpu.native.kernel_table import ANY, SHARED_ROWS, KernelTable, Op
 from trencadis.backends.cpu.native.quantised_weight_panels import DTYPE_NAMES
-from trencadis.core.shared_constants import align_up
+from trencadis.core.buckets import align_up
 
 SIZES: tuple[int, ...] = (1, 4, 6, 8, 12, *range(16, 128, 8), 128, 160, 192, 256, 512)
 """Numbers of rows of a product, the only ones that oneDNN is called with."""

@@ -5,6 +5,7 @@
 
 #include "dense.h"
 #include "panels.h"
+#include "replay.h"
 
 EXPORT int trencadis_panels_version(void);
 EXPORT const char *trencadis_left_out(void);
@@ -40,5 +41,6 @@ EXPORT int trencadis_delta_net(const DeltaNet *p, int kind, int threads);
 EXPORT int trencadis_adapters(const Adapters *asked, const void *x, int64_t x_row, void *y, int64_t y_row, int64_t n,
                               const int64_t *runs, int64_t count, int kind, int threads);
 EXPORT void trencadis_rotary(const Rotary *p, int64_t n, int kind, int threads);
+EXPORT int trencadis_replay(const ReplayedCall *calls, int64_t count, const AttendRows *rows, int threads);
 
 #endif

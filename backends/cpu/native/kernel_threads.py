@@ -62,6 +62,7 @@ class Calls(NamedTuple):
     dense: Callable[..., int]
     pack: Callable[..., None]
     pin: Callable[..., None]
+    replay: Callable[..., int]
     pool: PoolCalls
 
 
@@ -69,6 +70,8 @@ class LaunchThreads(threading.local):
     """Threads of this thread's launches; 0: as many as torch uses."""
 
     threads = 0
+    recorder: Calls | None = None
+    """Functions that record this thread's calls, in place of the library's; None: they are not recorded."""
 
 
 launches = LaunchThreads()
@@ -86,9 +89,13 @@ def _bind(name: str, result: object, *arguments: object) -> Callable[..., Any]:
     return cast("Callable[..., Any]", call)
 
 
-@cache
 def calls() -> Calls:
-    """Returns the library's functions."""
+    """Returns the library's functions, or those that record the calling thread's calls."""
+    return launches.recorder or _bound_calls()
+
+
+@cache
+def _bound_calls() -> Calls:
     runtime = openmp()
     if runtime:
         load_library().library.trencadis_pool_of_torch(*(ctypes.cast(f, ctypes.c_void_p) for f in runtime))
@@ -109,6 +116,7 @@ def calls() -> Calls:
         dense=_bind("dense", number, *four, size, size, size, real, number, number),
         pack=_bind("dense_pack", None, pointer, size, number, number),
         pin=_bind("pool_pin", None, pointer, number),
+        replay=_bind("replay", number, pointer, size, pointer, number),
         pool=pool(),
     )
 

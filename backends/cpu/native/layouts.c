@@ -74,6 +74,12 @@ static const int64_t delta_net[] = {N(x),           N(gates),      N(weight),   
 static const int64_t adapters[] = {L(a),    L(b), L(places), L(parts), L(rank),  L(inputs), L(blocks), L(type),
                                    L(x),    L(y), L(runs),   L(x_row), L(y_row), L(n),      L(count),  L(shrunk)};
 
+#define R(field) AT(ReplayedCall, field)
+static const int64_t replayed_call[] = {R(function), R(arguments), R(rows), R(real), R(unused)};
+
+#define O(field) AT(AttendRows, field)
+static const int64_t attend_rows[] = {O(blocks), O(token), O(row), O(first), O(length), O(n), O(width)};
+
 #define STRUCTURE(type, name) {name, sizeof name / sizeof *name, sizeof(type)}
 static const struct {
     const int64_t *offsets;
@@ -82,7 +88,8 @@ static const struct {
                   STRUCTURE(Attend, attend),            STRUCTURE(Rotary, rotate),   STRUCTURE(Flash, flash),
                   STRUCTURE(Span, span),              STRUCTURE(Convolution, convolution), STRUCTURE(Delta, delta),
                   STRUCTURE(DeltaNet, delta_net),
-                  STRUCTURE(Adapters, adapters)};
+                  STRUCTURE(Adapters, adapters),        STRUCTURE(ReplayedCall, replayed_call),
+                  STRUCTURE(AttendRows, attend_rows)};
 
 /* Returns the bytes of structure `number`, and writes its field offsets to offsets [most]; -1 if it has another
    number of fields, or does not exist. */

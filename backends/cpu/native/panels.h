@@ -17,7 +17,7 @@
 
 #include <stdint.h>
 
-#define PANELS_VERSION 15
+#define PANELS_VERSION 16
 #define PANEL 16
 #define STEP 8 /* columns must be a multiple of this */
 #define CHUNK 256  /* keys of a row that one thread attends to at a time */

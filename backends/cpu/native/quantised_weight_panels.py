@@ -18,8 +18,8 @@ from torch.nn import functional
 from trencadis.backends.cpu.native import kernel_library, kernel_table, kernel_threads
 from trencadis.backends.cpu.native.ctypes_structs import Layout
 from trencadis.backends.cpu.native.kernel_table import BFLOAT16, FLOAT16, FLOAT32
+from trencadis.core.quant.quantisation_scheme import CELL, FP4_HALVES, PANEL, cut_columns, fill_up, panel_columns
 from trencadis.core.quant.quantised_tensor import SLAB, QTensor
-from trencadis.core.quant.weight_storage_format import CELL, FP4_HALVES, PANEL, cut_columns, fill_up, panel_columns
 
 STEP = 8
 """Columns must be a multiple of this."""

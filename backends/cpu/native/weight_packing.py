@@ -30,10 +30,10 @@ from trencadis.backends.cpu.native.ctypes_structs import PackCall
 from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable
 from trencadis.backends.cpu.native.quantised_weight_panels import TYPES
 from trencadis.core import envs
+from trencadis.core.buckets import align_up
 from trencadis.core.checkpoint import weight_prefetch
 from trencadis.core.checkpoint.weight_prefetch import READERS, PagePopulator
 from trencadis.core.device.packed_weights_file import KeptPiece, PackedFile
-from trencadis.core.shared_constants import align_up
 
 VARIABLE = "TRENCADIS_CPU_HUGE_PAGES"
 

@@ -25,14 +25,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels.attention_tensors import ItemAttn
-from trencadis.backends.cuda.launches.cuda_inputs import Sizes
+from trencadis.backends.cuda.kernels.kernel_launch_tensors import ItemAttn
+from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffer
 from trencadis.backends.cuda.runtime_protocol import Runtime, Stream
 from trencadis.backends.cuda.shape_policy import align_up, plan_bytes, rows_of
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.device.backend import LayerKV
-from trencadis.core.shared_constants import ZERO_BLOCK
+from trencadis.core.kv_cache_format import ZERO_BLOCK
 
 Array = NDArray[Any]
 

@@ -35,9 +35,9 @@ from trencadis.core.device.backend import (
     Weight,
 )
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows
+from trencadis.core.kv_cache_format import ZERO_BLOCK
+from trencadis.core.quant.quantisation_scheme import DECODED_BYTES, DECODED_ROWS
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.weight_storage_format import DECODED_BYTES, DECODED_ROWS
-from trencadis.core.shared_constants import ZERO_BLOCK
 
 BY_LENGTH = CpuOps()
 _KERNELS = torch.library.Library("trencadis_twin", "DEF")  # type: ignore[no-untyped-call]

@@ -1,4 +1,8 @@
-"""Input embeddings: the row of an id, of the id last sampled in a slot, or of an image in the arena."""
+"""Inputs of the first layers of decoder and vision tower.
+
+A token's embedding is the row of an id, of the id last sampled in a slot, or of an image in the arena. The patch GEMM
+reads pixel * scale + shift per feature, from uint8, in float32 with one rounding.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,9 @@ def _embed(tokens, from_slot, last, image_row, arena, table, out, WIDTH: tl.cons
     tl.store(out + token * WIDTH + at, value, mask=inside)
 
 
-def check(tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor) -> None:
+def check_tokens(
+    tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor
+) -> None:
     """Asserts: int32 [n] each, ``last`` int32 [slots + 1]; arena and table of one width and dtype, contiguous."""
     for ints in (tokens, from_slot, last, image_row):
         assert ints.dtype == torch.int32 and ints.ndim == 1 and ints.is_contiguous()
@@ -35,7 +41,7 @@ def check(tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, ar
     assert arena.shape[1:] == table.shape[1:], (arena.shape, table.shape)
 
 
-def launch(
+def embed_tokens(
     tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor, out: Tensor
 ) -> None:
     """Writes the embeddings of n tokens to out [n, width].
@@ -46,10 +52,49 @@ def launch(
         arena: [image rows, width].
         table: [vocabulary, width].
     """
-    check(tokens, from_slot, last, image_row, arena, table)
+    check_tokens(tokens, from_slot, last, image_row, arena, table)
     n, width = out.shape
     if n:
         block = min(triton.next_power_of_2(width), BLOCK)
         _embed[(n, triton.cdiv(width, block))](
             tokens, from_slot, last, image_row, arena, table, out, WIDTH=width, BLOCK=block, num_warps=4
         )
+
+
+PATCH_ROWS, PATCH_BLOCK = 16, 256
+"""Size of a tile of patches; slots come in windows of 64, so rows need no mask."""
+
+
+@triton.jit
+def _patches(
+    pixels, scale, shift, out, READ: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = at < WIDTH
+    pixel = tl.load(pixels + row * READ + at, mask=at < READ, other=0).to(tl.float32)
+    value = pixel * tl.load(scale + at, mask=inside, other=0.0) + tl.load(shift + at, mask=inside, other=0.0)
+    tl.store(out + row * WIDTH + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+def check_pixels(pixels: Tensor, scale: Tensor, shift: Tensor) -> None:
+    """Asserts: pixels uint8 [slots, features], scale and shift float32 [at least as many]; contiguous, slots a multiple
+    of PATCH_ROWS.
+    """
+    assert pixels.dtype == torch.uint8 and pixels.is_contiguous() and pixels.shape[0] % PATCH_ROWS == 0, pixels.shape
+    for factor in (scale, shift):
+        assert factor.dtype == torch.float32 and factor.is_contiguous() and factor.shape == scale.shape
+    assert scale.dim() == 1 and scale.numel() >= pixels.shape[1], (scale.shape, pixels.shape)
+
+
+def normalise_pixels(pixels: Tensor, scale: Tensor, shift: Tensor, out: Tensor) -> None:
+    """Writes out [slots, width], the patch GEMM's input, from pixels uint8 [slots, features], scale and shift float32
+    [width].
+
+    Features beyond those of ``pixels`` are written as 0.
+    """
+    check_pixels(pixels, scale, shift)
+    slots, width = out.shape
+    _patches[(slots // PATCH_ROWS, triton.cdiv(width, PATCH_BLOCK))](
+        pixels, scale, shift, out, READ=pixels.shape[1], WIDTH=width, ROWS=PATCH_ROWS, BLOCK=PATCH_BLOCK, num_warps=4
+    )

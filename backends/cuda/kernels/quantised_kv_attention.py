@@ -1,4 +1,4 @@
-"""The 8-bit KV cache (core/models/kv_cache_codes.py) on a card: storing codes, and the attention loop over them.
+"""The 8-bit KV cache (core/models/kv_cache_quantisation.py) on a card: storing codes, and the attention loop over them.
 
 Codes of fp8 are stored as uint8. Shifted into float16 they are exact up to a factor of 256, which the scale absorbs:
 that also works below sm_89, for which the compiler has no fp8 type, and for subnormal codes. A key's scale multiplies

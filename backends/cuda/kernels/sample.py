@@ -3,7 +3,8 @@
 A draw is one pass over the logits by many programs, and one program per row that picks the token from their summaries
 of each 128 ids. Log-probabilities take a third launch of several programs per row, which skip rows that need none. No
 host read, no atomics on floats, fixed shapes. backends/cpu/sampler.py defines the parameters. Each row writes the state
-of its own slot, which no other row of the launch may use; slot 0 is the sink and is never written.
+of its own slot, which no other row of the launch may use; slot 0 is the sink and is never written. One launch resets
+whole slots: counts, seen bits and bias pairs.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ from trencadis.backends.cuda.kernels.sample_chunk_summaries import (
 from trencadis.backends.cuda.kernels.sample_draw import DrawParams, draw
 from trencadis.backends.cuda.kernels.sample_scores import CHUNK, HeadRow, pairs_of, raw_of
 from trencadis.core import request
-from trencadis.core.device.backend import HeadTensors, HeadTensorsOut, SamplerState
+from trencadis.core.device.backend import HeadTensors, HeadTensorsOut, ResetTensors, SamplerState
 from trencadis.core.request import MAX_LOGPROBS
+
+RESET_BLOCK = 4096
+"""Ids of a slot that a program resets."""
 
 SHARE, PARTS_WARPS = 16, 8
 """Chunks per program of the first kernel, and its warps."""
@@ -246,3 +250,51 @@ def told_kernel(
             own = raw_of(logits + row * VOCAB, picked, picked < VOCAB)
             above = count_better(logits, row, own, chunk_raw, (part - 1) * SHARE, VOCAB, CHUNKS, SHARE, TILE)
             tl.atomic_add(rank + row, above)
+
+
+@triton.jit
+def _reset(
+    slots, counts, seen, bias_id, bias_value, to_counts, to_seen, to_bias_id, to_bias_value,
+    VOCAB: tl.constexpr, BYTES: tl.constexpr, PAIRS: tl.constexpr, PAIRS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    slot = tl.load(slots + row)
+    at = tile * BLOCK + tl.arange(0, BLOCK)
+    inside = at < VOCAB
+    tl.store(to_counts + slot * VOCAB + at, tl.load(counts + row * VOCAB + at, mask=inside, other=0), mask=inside)
+    byte = tile * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+    some = byte < BYTES
+    tl.store(to_seen + slot * BYTES + byte, tl.load(seen + row * BYTES + byte, mask=some, other=0), mask=some)
+    if tile == 0:
+        pair = tl.arange(0, PAIRS_BLOCK)
+        real = pair < PAIRS
+        ids = tl.load(bias_id + row * PAIRS + pair, mask=real, other=0)
+        values = tl.load(bias_value + row * PAIRS + pair, mask=real, other=0.0)
+        tl.store(to_bias_id + slot * PAIRS + pair, ids, mask=real)
+        tl.store(to_bias_value + slot * PAIRS + pair, values, mask=real)
+
+
+def check_reset(reset: ResetTensors, state: SamplerState) -> None:
+    """Asserts: each array of ``reset`` is [r, width], its target [slots + 1, width] of the same dtype; all
+    contiguous.
+    """
+    assert reset.slot.dtype == torch.int64 and reset.slot.is_contiguous()
+    for name in ("counts", "prompt_mask", "bias_id", "bias_value"):
+        part, whole = getattr(reset, name), getattr(state, name)
+        assert part.shape == (len(reset.slot), whole.shape[1]) and part.dtype == whole.dtype, name
+        assert part.is_contiguous() and whole.is_contiguous(), name
+
+
+def reset_slots(reset: ResetTensors, state: SamplerState) -> None:
+    """Writes each row of ``reset``, built on the host, to its slot of ``state``; padded rows name slot 0, the sink."""
+    check_reset(reset, state)
+    rows, vocab = reset.counts.shape
+    pairs: Tensor = state.bias_id
+    if rows:
+        _reset[(rows, triton.cdiv(vocab, RESET_BLOCK))](
+            reset.slot, reset.counts, reset.prompt_mask, reset.bias_id, reset.bias_value,
+            state.counts, state.prompt_mask, state.bias_id, state.bias_value,
+            VOCAB=vocab, BYTES=state.prompt_mask.shape[1], PAIRS=pairs.shape[1],
+            PAIRS_BLOCK=triton.next_power_of_2(pairs.shape[1]), BLOCK=RESET_BLOCK, num_warps=4,
+        )  # fmt: skip

@@ -2,7 +2,7 @@
 
 A block of queries is some tokens of one row. If its keys are more than a fair share of a processor's work, they are cut
 into pieces of equal length, which are attended to separately and joined in the order of their keys. No item is longer
-than a share, which is a ``work_item_capacity.WAVES``-th of a processor's part: a free processor takes the next item,
+than a share, which is a ``bucket_capacity.WAVES``-th of a processor's part: a free processor takes the next item,
 so that none works longer than 1 + 1 / WAVES of the mean.
 
 In cross-attention a block of queries is some tokens of the launch, of one request or of several: it attends to every
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.backends.cuda.launches.work_item_capacity import LEAST, ItemCapacity
-from trencadis.core.shared_constants import RESERVED_ROWS
+from trencadis.backends.cuda.launches.bucket_capacity import LEAST, ItemCapacity
+from trencadis.core.media_spans import RESERVED_ROWS
 
 Int32 = NDArray[np.int32]
 

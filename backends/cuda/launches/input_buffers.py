@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.cuda.launches.attention_work_items import LaunchPlans
-from trencadis.backends.cuda.launches.cuda_inputs import Sizes, arrays, growing_tensor
-from trencadis.backends.cuda.launches.input_buffer_bytes import align_up
+from trencadis.backends.cuda.launches.bucket_capacity import align_up
+from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes, arrays, growing_tensor
 from trencadis.backends.cuda.runtime_protocol import Runtime, Stream
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import Inputs
@@ -86,9 +86,8 @@ class StageBuffers:
 class InputBuffers:
     """A bucket's input tensors: views of a flat buffer at the bucket's size, whose addresses never change.
 
-    The tensor that grows with its use (``cuda_inputs.growing_tensor``) is last, so that the used part of everything is
-    one
-    contiguous copy.
+    The tensor that grows with its use (``cuda_host_arrays.growing_tensor``) is last, so that the used part of all
+    tensors is one contiguous copy.
 
     Args:
         buffer: memory shared with other buckets, at least ``buffer_bytes(bucket, sizes)`` bytes, which holds another

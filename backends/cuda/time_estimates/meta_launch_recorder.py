@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trencadis.backends.cuda.launches.cuda_inputs import Sizes, arrays
+from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes, arrays
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.backends.cuda.shape_policy import policy
 from trencadis.backends.cuda.time_estimates.kernel_times import (
@@ -35,11 +35,12 @@ from trencadis.backends.cuda.weights.quantised_weight import E4M3, E5M2, INT4, I
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.engine_config import EngineConfig
+from trencadis.core.launch_inputs import StepInputs
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs
 from trencadis.core.launches.persistent_tensors import allocate_persistent
-from trencadis.core.memory.estimate import kv_heads
+from trencadis.core.memory.memory_estimator import kv_heads
 from trencadis.core.models import model_loader
-from trencadis.core.step import Sample, StepInputs
+from trencadis.core.step import Sample
 from trencadis.core.vision_config import NO_SLOT
 
 KernelArguments = Mapping[str, Any]

@@ -7,15 +7,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from trencadis.backends.cuda.time_estimates.host_device_timeline import Timeline, step_time
 from trencadis.backends.cuda.time_estimates.kernel_times import (
     DEFAULT,
     SCALED,
     CardTimes,
     KernelTimes,
     RecordedKernel,
+    Timeline,
     card,
     sources,
+    step_time,
     time_of,
 )
 from trencadis.core.checkpoint.model_config import ModelConfig

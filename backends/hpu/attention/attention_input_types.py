@@ -5,9 +5,13 @@ Letters: R rows, T tokens of a row, B listed blocks of b tokens, h query heads, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from trencadis.backends.hpu.habana_bridge import AttentionPart
 
 
 class FreshAttn(NamedTuple):
@@ -82,3 +86,23 @@ class MaskedSegments(NamedTuple):
     image: Tensor  # int32 [W x 64] image of each slot
     key: Tensor  # int32 [W x 64] the same, but -1 where the slot is not real
     solid: Tensor | None = None  # bool [W x 64] slots outside of padding windows; None: there are none
+
+
+class AttentionKernels(NamedTuple):
+    """The fused symbols that attention may use; None where plain operations take their place.
+
+    They are fields of ``habana_bridge.Bridge``.
+    """
+
+    sdpa: Callable[..., Tensor] | None = None
+    parts: Callable[..., AttentionPart] | None = None
+    exact: bool = False
+    """Scores are products of float32 where the card has no product of bfloat16 into float32."""
+    decode_parts: bool = False
+    """DECODE attends to each block by ``parts``, which reads keys and values once."""
+    product: Callable[[Tensor, Tensor], Tensor] | None = None
+    adjustment: Callable[..., Tensor] | None = None
+    to_fp8: Callable[[Tensor], Tensor] | None = None
+    from_fp8: Callable[[Tensor, torch.dtype], Tensor] | None = None
+    sinks: Tensor | None = None
+    """float32 [h]: a score of each head that counts in the softmax and has no value (``Ops.attend``)."""

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.attention import quantised_kv_cache
-from trencadis.backends.hpu.attention.attention_input_types import BlockDecodeAttn, SharedDecode
-from trencadis.backends.hpu.attention.attention_softmax import AttentionKernels, lowest, softmax_mode, times, weigh
+from trencadis.backends.hpu.attention.attention_input_types import AttentionKernels, BlockDecodeAttn, SharedDecode
+from trencadis.backends.hpu.attention.plain_attention import lowest, softmax_mode, times, weigh
 from trencadis.core.device.backend import LayerKV
 
 

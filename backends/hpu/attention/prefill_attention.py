@@ -15,12 +15,17 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.attention import quantised_kv_cache
-from trencadis.backends.hpu.attention.attention_input_types import ContextAttn, FreshAttn, JoinedContext, SlicedContext
-from trencadis.backends.hpu.attention.attention_softmax import (
+from trencadis.backends.hpu.attention.attention_input_types import (
+    AttentionKernels,
+    ContextAttn,
+    FreshAttn,
+    JoinedContext,
+    SlicedContext,
+)
+from trencadis.backends.hpu.attention.plain_attention import (
     MASK_BYTES,
     MASK_ITEM,
     QUERY_TILE,
-    AttentionKernels,
     MergedParts,
     lowest,
     mask_rows,

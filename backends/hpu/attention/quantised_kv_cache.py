@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.attention.attention_input_types import SharedDecode
-from trencadis.backends.hpu.attention.attention_softmax import AttentionKernels, times, weigh
+from trencadis.backends.hpu.attention.attention_input_types import AttentionKernels, SharedDecode
+from trencadis.backends.hpu.attention.plain_attention import times, weigh
 from trencadis.core.device.backend import LayerKV
-from trencadis.core.models.kv_cache_codes import codes_of, scale_for_codes, split
+from trencadis.core.models.kv_cache_quantisation import codes_of, scale_for_codes, split
 
 
 class CodedTokens(NamedTuple):

@@ -5,18 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.attention.attention_input_types import MaskedSegments
-from trencadis.backends.hpu.attention.attention_softmax import (
-    AttentionKernels,
-    Cut,
-    mask_rows,
-    plain,
-    plain_rows,
-    softmax_mode,
-)
+from trencadis.backends.hpu.attention.attention_input_types import AttentionKernels, MaskedSegments
+from trencadis.backends.hpu.attention.plain_attention import Cut, mask_rows, plain, plain_rows, softmax_mode
 from trencadis.backends.hpu.habana_bridge import fused_attention
 from trencadis.core.device.backend import Segments
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 CUT_TILES = 64
 """Number of tiles between two graph cuts."""

@@ -12,14 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.attention.attention_input_types import ContextAttn, FreshAttn
-from trencadis.backends.hpu.attention.attention_softmax import (
-    AttentionKernels,
-    mask_rows,
-    plain,
-    plain_rows,
-    softmax_mode,
-)
+from trencadis.backends.hpu.attention.attention_input_types import AttentionKernels, ContextAttn, FreshAttn
+from trencadis.backends.hpu.attention.plain_attention import mask_rows, plain, plain_rows, softmax_mode
 from trencadis.backends.hpu.habana_bridge import fused_attention
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.estimate import GRAPH
+from trencadis.core.memory.memory_estimator import GRAPH
 
 GIB = 1 << 30
 

@@ -83,6 +83,8 @@ class DeviceTensor(Tensor):
     owner: TensorOwner
     slot: RecordedValue | None
     is_view: bool
+    aliases: bool
+    """True for a view that is one by its operation's schema, too: not the result of ``_unsafe_view``."""
 
     @staticmethod
     def __new__(cls, held: Tensor, store: Store, owner: TensorOwner, is_view: bool) -> DeviceTensor:
@@ -97,6 +99,7 @@ class DeviceTensor(Tensor):
             device=DEVICE,
         )
         made.held, made.store, made.owner, made.slot, made.is_view = held, store, owner, None, is_view
+        made.aliases = is_view
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

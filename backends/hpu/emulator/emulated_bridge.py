@@ -18,12 +18,12 @@ from trencadis.backends.hpu.collectives import all_reduce, concat_columns, gathe
 from trencadis.backends.hpu.emulator import emulated_errors
 from trencadis.backends.hpu.emulator.card_profiles import RELEASE, profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
+from trencadis.backends.hpu.emulator.emulated_copies import QueueEvent
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.emulator.emulated_errors import parse
+from trencadis.backends.hpu.emulator.emulated_hpu_graphs import wrap
 from trencadis.backends.hpu.emulator.emulated_recipe_cache import SavedRecipes
 from trencadis.backends.hpu.emulator.fused_kernels import BLOCKWISE, Kernels, check_summable
-from trencadis.backends.hpu.emulator.hpu_graphs import wrap
-from trencadis.backends.hpu.emulator.transfers import QueueEvent
+from trencadis.backends.hpu.emulator.injected_faults import parse
 from trencadis.backends.hpu.habana_bridge import EmulatedBridge, EmulatorHooks, is_out_of_memory
 from trencadis.backends.hpu.shape_policy import TENSOR_CACHE
 from trencadis.backends.hpu.start.gaudi_detection import WORLD_SIZE
@@ -204,7 +204,7 @@ def _compiler(device: EmulatedDevice) -> Callable[..., Any]:
     made: list[Any] = []
 
     def compile_function(function: Callable[..., Any], fullgraph: bool = True) -> Callable[..., Any]:
-        from trencadis.backends.hpu.emulator.emulated_compiler import Compiler
+        from trencadis.backends.hpu.emulator.emulated_graph_lowering import Compiler
 
         if not made:
             made.append(Compiler(device))

@@ -14,11 +14,11 @@ from trencadis.backends.hpu.emulator import emulated_errors
 from trencadis.backends.hpu.emulator.allocator import Allocator, Store
 from trencadis.backends.hpu.emulator.card_profiles import OpTable, Profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE, DeviceTensor, flatten, rebuild
-from trencadis.backends.hpu.emulator.emulated_errors import EmulatedFaults
+from trencadis.backends.hpu.emulator.emulated_copies import DeviceQueue, Transfers, check_int32
 from trencadis.backends.hpu.emulator.emulated_recipe_cache import Clock
+from trencadis.backends.hpu.emulator.injected_faults import EmulatedFaults
 from trencadis.backends.hpu.emulator.launch_op_recorder import CaptureRecording, Scope, leaf_key
 from trencadis.backends.hpu.emulator.op_rules import META_CACHE, check_call, check_indices, find_mutated_args, is_view
-from trencadis.backends.hpu.emulator.transfers import DeviceQueue, Transfers, check_int32
 
 aten = torch.ops.aten
 SPARSE = 64 << 20
@@ -179,7 +179,9 @@ class EmulatedDevice:
             store = stores.get(leaf.untyped_storage()._cdata)
             live = scope.live if scope is not None else None
             owned = store or Store(self.allocator, leaf.untyped_storage().nbytes(), live)
-            return DeviceTensor(leaf, owned, self, is_view=store is not None)
+            found = DeviceTensor(leaf, owned, self, is_view=store is not None)
+            found.aliases = found.is_view and "_unsafe_view" not in name
+            return found
 
         out = rebuild(raw, outer)
         if scope is not None and self.computes:

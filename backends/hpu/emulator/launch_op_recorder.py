@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -259,6 +260,9 @@ ADDING = ("addmm", "addbmm", "baddbmm")
 PLAIN = (int, float, bool, str, torch.dtype)
 """Types of arguments that are their own key."""
 
+PLAIN_KINDS = int | float | str | bool | None
+"""Types of attributes that are their own key."""
+
 
 def leaf_key(leaf: Any) -> Hashable:
     """Returns the key of one argument. Strides are left out: torch's meta kernels lay some results out otherwise than
@@ -275,17 +279,21 @@ def signature(layer: Any) -> Hashable:
     """
     found: list[Hashable] = [type(layer).__qualname__]
     for name, value in vars(layer).items():
-        if name == "ops" or name == "comm":
-            continue
-        if isinstance(value, Tensor | int | float | str | bool) or value is None:
-            found.append((name, leaf_key(value)))
-        elif isinstance(value, tuple | list):
-            found.append((name, *(leaf_key(leaf) for leaf in flatten(value))))
-        elif callable(value) and hasattr(value, "__func__"):
-            found.append((name, value.__func__.__qualname__))
-        elif hasattr(value, "__dict__"):
-            found.append((name, signature(value)))
+        known = isinstance(value, Tensor | tuple | list | PLAIN_KINDS) or hasattr(value, "__dict__")
+        if known and name not in ("ops", "comm"):
+            found.append((name, _attribute_key(value)))
     return tuple(found)
+
+
+def _attribute_key(value: object) -> Hashable:
+    """Returns the key of an attribute; that of a part, also in a tuple or a list, is its signature."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_attribute_key, flatten(value)))
+    if isinstance(value, FunctionType | MethodType):
+        return value.__qualname__
+    if hasattr(value, "__dict__") and not isinstance(value, Tensor | PLAIN_KINDS):
+        return signature(value)
+    return leaf_key(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,14 @@ import os
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor
 
 from trencadis.backends.hpu.habana_bridge import Bridge, is_compiler_failure, join_lines
 from trencadis.backends.hpu.hpu_settings import FULLGRAPH, HpuSettings
+from trencadis.backends.hpu.shape_policy import split_neighbours
 from trencadis.core.errors import StartupError
 
 log = logging.getLogger("trencadis.engine")
@@ -204,16 +205,22 @@ def kind_of(value: Any) -> Hashable:
     """
     found: list[Hashable] = [type(value).__qualname__]
     for name in [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]:
-        item = getattr(value, name)
-        if name in ("ops", "comm", "kv", "state"):
-            continue
-        if isinstance(item, Tensor | int | float | str | bool | tuple) or item is None:
-            found.append((name, shapes(item)))
-        elif hasattr(item, "__func__"):
-            found.append((name, item.__func__.__qualname__))
-        elif hasattr(item, "__dict__") or hasattr(type(item), "__slots__"):
-            found.append((name, kind_of(item)))
+        if name not in ("ops", "comm", "kv", "state"):
+            found.append((name, _attribute_key(getattr(value, name))))
     return tuple(found)
+
+
+def _attribute_key(item: object) -> Hashable:
+    """Returns the key of an attribute; parts in tuples and lists by their kinds, as parts of equal layers differ."""
+    if isinstance(item, tuple | list):
+        return (type(item), *map(_attribute_key, item))
+    if isinstance(item, Tensor | int | float | str | bool) or item is None:
+        return shapes(item)
+    if isinstance(item, MethodType):
+        return item.__qualname__
+    if hasattr(item, "__dict__") or hasattr(type(item), "__slots__"):
+        return kind_of(item)
+    return None
 
 
 SIZES = (1, 2, 4)
@@ -241,14 +248,5 @@ class LayerGroup:
 
 def group_layers(layers: Sequence[Any], size: int) -> list[Any]:
     """Returns ``layers`` in groups of ``size`` neighbours that take the same inputs; those left over are alone."""
-    groups: list[Any] = []
-    start = 0
-    while start < len(layers):
-        some = layers[start : start + size]
-        if len(some) == size > 1 and len({(layer.local, layer.causal) for layer in some}) == 1:
-            groups.append(LayerGroup(some))
-            start += size
-        else:
-            groups.append(layers[start])
-            start += 1
-    return groups
+    parts = split_neighbours([(layer.local, layer.causal) for layer in layers], size)
+    return [layers[some[0]] if len(some) == 1 else LayerGroup([layers[i] for i in some]) for some in parts]

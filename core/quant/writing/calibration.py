@@ -15,7 +15,7 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.checkpoint_weight_source import CheckpointSource
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, reserved_rows
 from trencadis.core.checkpoint.model_registry import family_of
-from trencadis.core.checkpoint.pooling_config import Pooling
+from trencadis.core.checkpoint.pooling_description import Pooling
 from trencadis.core.checkpoint.weight_source_interface import StackedPart, WeightSource, stack
 from trencadis.core.device import backend as devices
 from trencadis.core.device.backend import (
@@ -32,6 +32,8 @@ from trencadis.core.device.backend import (
     Weight,
 )
 from trencadis.core.device.launch_tensors import Rotary, first_rows
+from trencadis.core.kv_cache_format import RESERVED_BLOCKS
+from trencadis.core.launch_inputs import StepInputs
 from trencadis.core.launches import persistent_tensors
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.decoder_layer import DecoderLayer
@@ -40,9 +42,8 @@ from trencadis.core.models.model_loader import make_model
 from trencadis.core.models.recurrent_layers import make_recurrent_layer
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.request import Request
-from trencadis.core.scheduling.encoder_scheduler import rows_of_run
-from trencadis.core.shared_constants import RESERVED_BLOCKS
-from trencadis.core.step import Encode, StepInputs
+from trencadis.core.scheduling.encoder_cache import rows_of_run
+from trencadis.core.step import Encode
 
 BLOCK = 128
 """Tokens per block of the single layer's cache."""
@@ -314,7 +315,7 @@ def _step(prompt: Calibrant, blocks: int, text: TextConfig, row: int) -> StepInp
             image_row[run.offset : run.offset + run.length] = rows
         row += span.arena_rows
     positions = np.stack([np.arange(n, dtype=np.int32)] * 3)
-    positions[0] *= not 0 < long_from < n  # core/models/attention.py
+    positions[0] *= not 0 < long_from < n  # core/models/rotary_embedding.py
     if request.positions is not None:
         positions = np.frombuffer(request.positions, np.int32).reshape(3, n)
     return StepInputs(

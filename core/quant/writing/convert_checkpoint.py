@@ -19,7 +19,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonObject
 from trencadis.core.quant.quantised_tensor import SLAB, QTensor
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
-from trencadis.core.quant.writing.layer_rounding import Say, round_layer
+from trencadis.core.quant.writing.gptq_rounding import Say, round_layer
 from trencadis.core.quant.writing.quantisation_recipe import GROUPS, Recipe
 from trencadis.core.quant.writing.safetensors_writer import TensorSlot, WeightFolder, copy_other_files
 from trencadis.core.quant.writing.source_checkpoint import Checkpoint

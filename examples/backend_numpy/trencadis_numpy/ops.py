@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.device.backend import Attn, LayerKV, Rotary, RotatedHeads, Segments, Weight
-from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 Array = NDArray[Any]
 

@@ -23,8 +23,10 @@ from trencadis.core.device.backend import (
     TextTensors,
     VisionTensors,
 )
-from trencadis.core.shared_constants import SINK_BLOCK, SINK_ROW, WINDOW_SLOTS, ZERO_BLOCK
-from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
+from trencadis.core.kv_cache_format import SINK_BLOCK, ZERO_BLOCK
+from trencadis.core.launch_inputs import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
+from trencadis.core.media_spans import SINK_ROW
+from trencadis.core.vision_config import WINDOW_SLOTS
 
 Array = NDArray[Any]
 

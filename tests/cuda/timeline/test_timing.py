@@ -12,12 +12,14 @@ from benchmarks.gpu.times import MODELS, PUBLISHED, Published, estimate, text_of
 from benchmarks.host.step import Load
 from benchmarks.host.timeline import played, recorded
 from trencadis.backends.cuda.time_estimates import kernel_times, time_report
-from trencadis.backends.cuda.time_estimates.host_device_timeline import HostStep, simulate_timeline, step_time
 from trencadis.backends.cuda.time_estimates.kernel_times import (
     COLLECTIVE,
     PRODUCT,
+    HostStep,
     RecordedKernel,
     compute_kernel_seconds,
+    simulate_timeline,
+    step_time,
     time_of,
 )
 from trencadis.backends.cuda.time_estimates.meta_launch_recorder import DecodeRecorder

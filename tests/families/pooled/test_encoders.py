@@ -21,11 +21,11 @@ from trencadis.backends.conformance.check_model.cpu_reference_model import CpuRe
 from trencadis.backends.cpu import pick_policy
 from trencadis.core.checkpoint.checkpoint_weight_source import CheckpointSource
 from trencadis.core.checkpoint.model_config import PRE, RMS, ImageNeeds, ModelConfig
-from trencadis.core.checkpoint.pooling_resolver import load_model_config
+from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.engine.startup_plan import shape_limits
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.memory_estimator import MemoryEstimator
 
 BASE: dict[str, Any] = dict(dtype="float32", max_num_seqs=4, max_num_batched_tokens=256, kv_cache_memory_bytes=8 << 20)
 TEXTS = ("Where is Paris?", "the red circles", "what is a \u00c9t\u00e9, 2026!", "a  b", "zz ~ \u4e2d")

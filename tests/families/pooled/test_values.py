@@ -16,7 +16,7 @@ from tests.families.pooled.pooled_case import PoolingModel
 from tests.pooling.oracle import LEAST_COSINE, cosine
 from trencadis import LLM, PoolingParams
 from trencadis.backends.conformance.check_model.checkpoint_checks import CheckedModel, run
-from trencadis.core.checkpoint import pooling_resolver
+from trencadis.core.checkpoint import pooling_config_reader
 from trencadis.core.errors import BadRequest
 
 BASE: dict[str, Any] = dict(
@@ -155,7 +155,7 @@ SAMPLE = {name: mistake for mistake, (name, _) in reversed(MISTAKES.items())}.va
 @pytest.mark.parametrize("mistake", [pytest.param(m, marks=() if m in SAMPLE else pytest.mark.long) for m in MISTAKES])
 def test_a_mistake_in_the_settings_shows(mistake: str, made: Any, monkeypatch: Any, tmp_path: Path) -> None:
     name, wrong = MISTAKES[mistake]
-    path, model, right = made(name), MODELS[name], pooling_resolver.pooling_of
+    path, model, right = made(name), MODELS[name], pooling_config_reader.pooling_of
 
     def mistaken(config: Any, found: Any) -> Any:
         pooling = right(config, found)
@@ -164,7 +164,7 @@ def test_a_mistake_in_the_settings_shows(mistake: str, made: Any, monkeypatch: A
         assert changed != pooling
         return changed
 
-    monkeypatch.setattr(pooling_resolver, "pooling_of", mistaken)
+    monkeypatch.setattr(pooling_config_reader, "pooling_of", mistaken)
     requested = [[*range(20 + i, 60), STEP, STEP + 1, 9, 8] for i in range(2)]
     with engine(path, model, "cpu", monkeypatch, tmp_path) as llm:
         for ids in requested:

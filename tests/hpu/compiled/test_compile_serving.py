@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from tests.fakes.checkpoints import write_tokenizer
+from tests.hpu.compiled.test_planned_functions import FAMILIES
 from tests.hpu.conftest import run_in_pieces
 from tests.oracles.transformers_model import conversation
 from trencadis import LLM, SamplingParams
@@ -61,8 +64,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
         monkeypatch.setenv(name, value)
     made: list[LLM] = []
 
-    def start(**flags: Any) -> LLM:
-        made.append(LLM(str(demo_path()), device="hpu", **{**FLAGS, **flags}))
+    def start(model: Path | None = None, **flags: Any) -> LLM:
+        made.append(LLM(str(model or demo_path()), device="hpu", **{**FLAGS, **flags}))
         return made[-1]
 
     yield start
@@ -94,6 +97,7 @@ def test_chats_give_the_cpus_tokens_and_compile_nothing_after_warmup(compiled: A
     warm, flavours = graphs(), card().clock.flavours
     assert answers(llm, requested) == on_the_cpu(requested)
     assert graphs() == warm and rank.graphs.recompiles == 0, "Dynamo's own count and ours"
+    assert llm.engine.stats().graphs.graph_breaks == 0, "each part is one graph"
     assert card().clock.flavours == flavours, "no inputs at offsets that warm-up had not"
     kinds = {kind[0] for (_, kind), _ in regions}
     assert {
@@ -200,6 +204,9 @@ def test_variables_of_compile_mode() -> None:
     found = settings(off)
     assert (found.regional, found.fullgraph, found.full_warmup) == (False, False, True)
     assert not settings({"VLLM_REGIONAL_COMPILATION": "false"}).regional
+    for layers in ("x", "0", "-1"):
+        with pytest.raises(StartupError, match=f"VLLM_CONFIG_HIDDEN_LAYERS='{layers}' is not a whole number above 0"):
+            settings({"VLLM_CONFIG_HIDDEN_LAYERS": layers})
     with pytest.raises(StartupError, match="every bucket has one shape"):
         settings({"VLLM_T_COMPILE_DYNAMIC_SHAPES": "true"})
 
@@ -225,7 +232,7 @@ def test_300_chats_and_a_second_start(compiled: Any) -> None:
         llm = compiled(**flags)
         warm, compiles = graphs(), card().clock.compiles
         assert answers(llm, requested) == wanted, "300 answers, every second one sampled"
-        assert graphs() == warm and card().clock.compiles == compiles
+        assert graphs() == warm and card().clock.compiles == compiles and not llm.engine.stats().graphs.graph_breaks
         assert (compiles == 0) == (start == 2), "a second start compiles nothing"
         buckets = len(llm.engine.executor._rank.plan.buckets)
         print(f"start {start}: {buckets} buckets, {compiles} recipes compiled, {warm} graphs of Dynamo")
@@ -253,8 +260,8 @@ FORMS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 """Variables and flags of six forms of serving."""
 
 
-def serve_random(llm: LLM, count: int, seed: int) -> None:
-    """Prompts of random tokens, greedy, drawn, penalised and biased, and chats about images."""
+def serve_random(llm: LLM, count: int, seed: int, images: bool = True) -> None:
+    """Prompts of random tokens, greedy, drawn, penalised and biased, and chats about ``images``."""
     rng = np.random.default_rng(seed)
     for start in range(0, count, 100):
         size = min(100, count - start)
@@ -266,18 +273,27 @@ def serve_random(llm: LLM, count: int, seed: int) -> None:
             )
             for _ in range(size)
         ]  # fmt: skip
-        shown = size // 10
+        shown = size // 10 if images else 0
         prompts = [
             {"prompt_token_ids": rng.integers(5, 250, rng.integers(1, 200)).tolist()} for _ in range(size - shown)
         ]
         found = llm.generate(prompts, params[shown:], use_tqdm=False)
-        found += llm.chat(make_conversations(shown, seed=seed + start), params[:shown], use_tqdm=False)
+        if shown:
+            found += llm.chat(make_conversations(shown, seed=seed + start), params[:shown], use_tqdm=False)
         assert all(o.outputs[0].token_ids for o in found)
 
 
-def check_form(name: str, count: int, compiled: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """After warm-up nothing is compiled, no executable is made, and nothing falls back."""
+def check_form(
+    name: str, count: int, compiled: Any, monkeypatch: pytest.MonkeyPatch, kind: str, family: Path | None = None
+) -> None:
+    """After warm-up nothing is compiled, no executable is made, and nothing falls back.
+
+    Args:
+        family: folder of a text model with weights that are made up; None: the demo.
+    """
     variables, flags = FORMS[name]
+    if family is not None:
+        flags = {"model": family, "load_format": "dummy", "mm_processor_kwargs": {}, "dtype": "bfloat16", **flags}
     for variable, value in {**variables, "TRENCADIS_HPU_EMULATOR_KIND": kind}.items():
         monkeypatch.setenv(variable, value)
     llm = compiled(**{"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 256, **flags})
@@ -285,17 +301,43 @@ def check_form(name: str, count: int, compiled: Any, monkeypatch: pytest.MonkeyP
     before = (clock.compiles, clock.flavours, graphs())
 
     def serve(done: int) -> int:
-        serve_random(llm, min(100, count - done), 3 + done)
+        serve_random(llm, min(100, count - done), 3 + done, family is None)
         assert (clock.compiles, clock.flavours, graphs()) == before, name
-        assert rank.graphs.recompiles == 0 and not clock.lines
+        assert rank.graphs.recompiles == 0 and not clock.lines and rank.backend.graph_breaks() == 0
         return min(100, count - done)
 
-    run_in_pieces(f"{count} requests, {kind}, {name}", count, serve)
+    label = f"{name}, {family.name}" if family is not None else name
+    run_in_pieces(f"{count} requests, {kind}, {label}", count, serve)
     print(f"{before[0]} recipes and {before[1]} executables before and after")
 
 
 def test_random_requests_make_no_executable(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check_form("compiled", 20, compiled, monkeypatch, "meta")
+
+
+def make_family(folder: Path, name: str) -> Path:
+    """Writes config.json and the tokenizer of a small model of a family."""
+    path = folder / name
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(FAMILIES[name]))
+    write_tokenizer(path)
+    return path
+
+
+def test_random_requests_to_layers_of_two_kinds_make_no_executable(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    check_form("compiled", 20, compiled, monkeypatch, "meta", make_family(tmp_path, "gemma3"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["graphs", "compiled", "compiled as a whole"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "gemma3", "recurrent"])
+def test_10000_random_requests_to_each_family(
+    family: str, name: str, compiled: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Norms of q and k with experts, windows, and states: layers of other kinds than the demo's."""
+    check_form(name, 10_000, compiled, monkeypatch, "meta", make_family(tmp_path, family))
 
 
 @pytest.mark.long

@@ -20,12 +20,12 @@ from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.card_profiles import base, profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
-from trencadis.backends.hpu.emulator.emulated_compiler import calls, is_view
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.emulator.emulated_graph_lowering import calls, is_view
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.shape_policy import policy
-from trencadis.backends.hpu.start import kernel_probes
-from trencadis.core.buckets import Bucket, Stage, verify_variant
+from trencadis.backends.hpu.start import check_hpu_kernels
+from trencadis.core.buckets import Bucket, Stage, ahead_variant, verify_variant
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.quant_config import online
 from trencadis.core.device.backend import BackendConfig
@@ -46,6 +46,7 @@ BODIES = {
     "full": Bucket(Stage.SAMPLE, (2,), "full"),
     "draw": Bucket(Stage.SAMPLE, (2,), "draw"),
     "penalised": Bucket(Stage.SAMPLE, (2,), "penalised"),
+    "ahead": Bucket(Stage.SAMPLE, (2,), ahead_variant(3)),
     "reset": Bucket(Stage.RESET, (2,)),
     "verify": Bucket(Stage.VERIFY, (2, 8), verify_variant(3)),
     "top64": Bucket(Stage.SAMPLE, (2,), "top64"),
@@ -79,7 +80,8 @@ def make_harness(kernels: bool = True, dtype: torch.dtype = torch.bfloat16, meth
 def body(model: Any, name: str) -> Callable[[Any], Any]:
     found: dict[str, Callable[[Any], Any]] = {
         "greedy": lambda t: model.head(t, False), "full": lambda t: model.head(t, True),
-        "draw": model.drawn_head, "penalised": model.penalised_head, "vision": model.vision, "reset": model.reset,
+        "draw": model.drawn_head, "penalised": model.penalised_head,
+        "ahead": lambda t: model.head(t, True), "vision": model.vision, "reset": model.reset,
         "top64": partial(model.score_top, 64), "pool": model.pool,
     }  # fmt: skip
     return found.get(name, model.text)
@@ -101,6 +103,8 @@ def traced(name: str, **how: Any) -> Any:
 def check(name: str, **how: Any) -> None:
     made, lowered = traced(name, **how)
     assert not lowered.eager and len(lowered.recipes) == 1
+    (output,) = [n for n in lowered.graph.graph.nodes if n.op == "output"]
+    assert not any(is_view(n) for n in output.all_input_nodes), "a view that leaves a graph is taken eagerly"
     cache_shape = made.model.persistent.kv[0].k.shape
     stores = [n for n in calls(lowered.graph) if n.target is aten.index_copy_.default]
     kept = [n for n in stores if n.args[0].meta["val"].shape == cache_shape]
@@ -108,11 +112,11 @@ def check(name: str, **how: Any) -> None:
     assert len(kept) == (2 * LAYERS if stored else 0)
     assert not any("index_put" in str(n.target) for n in calls(lowered.graph))
     counts = made.model.persistent.state.counts
-    counted = name in ("full", "draw", "penalised")
+    counted = name in ("full", "draw", "penalised", "ahead")
     assert list(lowered.copied.values()) == ([counts.numel() * 4] if counted else []), "what is written anew"
 
 
-@pytest.mark.parametrize("name", ["decode", "full", "penalised"])
+@pytest.mark.parametrize("name", ["decode", "full", "penalised", "ahead"])
 def test_a_body_is_one_graph_that_stores_in_place_and_leaves_nothing_out(name: str) -> None:
     check(name)
 
@@ -207,7 +211,7 @@ class Names(TorchDispatchMode):
 def probed() -> frozenset[str]:
     """Operations of the lines that ``check-hpu`` prints of plain torch, and the fused ones, which have their own."""
     with Names() as names:
-        for run, args in kernel_probes.kernels(make_bridge(EmulatedDevice(profile("")), lazy=False)).values():
+        for run, args in check_hpu_kernels.kernels(make_bridge(EmulatedDevice(profile("")), lazy=False)).values():
             run(*args)
     fused = {"sdpa_recomp_fwd", "rms_norm", "rotary_pos_embedding", "cast_to_fp8_v2", "cast_from_fp8", "fp8_gemm_v2"}
     return frozenset(names.seen | fused)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
-from trencadis.backends.hpu.emulator.emulated_errors import GRAPH_FAILED, LOWERING_FAILED
+from trencadis.backends.hpu.emulator.injected_faults import GRAPH_FAILED, LOWERING_FAILED
 from trencadis.backends.hpu.habana_bridge import fused_attention
 from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
 from trencadis.backends.hpu.launches.region_compiler import RegionCompiler, Regions

@@ -24,14 +24,14 @@ from trencadis.core.bucket_plan import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.device_shape_policy import PlannedModel
+from trencadis.core.device_shape_policy import PlannedLayer, PlannedModel
 from trencadis.core.engine.startup_checks import planned_models
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.draft_loading import HeldDraft, load_drafter
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.persistent_tensors import allocate_persistent
-from trencadis.core.memory.draft_estimate import with_drafting_buckets
+from trencadis.core.memory.draft_memory_estimate import with_drafting_buckets
 from trencadis.core.models.decoder import DecoderExit
 from trencadis.core.models.mlp_and_norms import RMSNorm
 from trencadis.core.models.model_loader import load_model
@@ -125,7 +125,7 @@ def check(limits: ShapeLimits, around: float, functions: float) -> None:
     assert kinds["HpuOps"] == sizes(resets) + sizes(full), "the counts of drawn ids have a store of their own"
     layers, every = kinds["DecoderLayer"] + kinds["LayerGroup"] + kinds["ViTBlock"], sum(kinds.values())
     assert 0.9 * every <= device.clock.compiles <= every, "each is one recipe; some masks are equal ones"
-    made = count_compiled(PlannedModel(plan.buckets, 4, model_of(*MODELS[2]).text.layers))
+    made = count_compiled(PlannedModel(plan.buckets, 4, [PlannedLayer()] * model_of(*MODELS[2]).text.layers))
     assert made == (every, device.clock.flavours), "the plan names what a start compiles, and from how many places"
     recipes: Any = device.clock._recipes
     work = {kind: sum(len(r) for r in recipes if is_layer(r) is kind) for kind in (True, False)}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.emulated_errors import Refused
-from trencadis.backends.hpu.emulator.hpu_graphs import wrap
+from trencadis.backends.hpu.emulator.emulated_hpu_graphs import wrap
 
 pytestmark = pytest.mark.part("gaudi")
 

@@ -18,7 +18,7 @@ from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import bridge, make_bridge, use
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.emulated_errors import EmulatedOutOfMemory
-from trencadis.backends.hpu.emulator.hpu_graphs import wrap
+from trencadis.backends.hpu.emulator.emulated_hpu_graphs import wrap
 
 pytestmark = pytest.mark.part("gaudi")
 

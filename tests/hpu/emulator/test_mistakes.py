@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
+from trencadis.backends.hpu.emulator.emulated_copies import QueueEvent
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.emulated_errors import Refused
+from trencadis.backends.hpu.emulator.emulated_hpu_graphs import wrap
 from trencadis.backends.hpu.emulator.fused_kernels import Kernels
-from trencadis.backends.hpu.emulator.hpu_graphs import wrap
-from trencadis.backends.hpu.emulator.transfers import QueueEvent
 
 ROOT = Path(__file__).resolve().parents[3]
 

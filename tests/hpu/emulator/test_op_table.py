@@ -14,7 +14,7 @@ from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.emulated_errors import Refused
-from trencadis.backends.hpu.emulator.hpu_graphs import wrap
+from trencadis.backends.hpu.emulator.emulated_hpu_graphs import wrap
 
 aten = torch.ops.aten
 HERE = Path(__file__).name

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from trencadis.backends.hpu.emulator.emulated_copies import DeviceQueue, QueueEvent
 from trencadis.backends.hpu.emulator.emulated_errors import Refused
-from trencadis.backends.hpu.emulator.transfers import DeviceQueue, QueueEvent
-from trencadis.backends.hpu.launches.host_copies import cast_inputs, make_packing, types_of
-from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm, arrays, leaves, rebuild
+from trencadis.backends.hpu.launches.hpu_host_arrays import LaunchForm, arrays, leaves, rebuild
+from trencadis.backends.hpu.launches.static_tensor_copies import cast_inputs, make_packing, types_of
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import HeadTensors, HeadTensorsOut
+from trencadis.core.launch_inputs import HeadInputs
 from trencadis.core.request import MAX_LOGPROBS
-from trencadis.core.step import HeadInputs, HeadOutput
+from trencadis.core.step_output import HeadOutput
 from trencadis.core.vision_config import SlotForm
 
 pytestmark = pytest.mark.part("gaudi")
@@ -273,6 +274,20 @@ def test_every_stage_fits_two_pieces_and_comes_out_as_it_was(stage: Stage) -> No
     assert type(got) is type(blank)
     for tensor, array in zip(leaves(got), filled, strict=True):
         np.testing.assert_array_equal(tensor.numpy(), array, strict=True)
+
+
+def test_tuples_keep_their_type_in_a_rebuilt_tree() -> None:
+    """A merger's rows hold the masks of adapters in a plain tuple, of as many as there are widths."""
+    tree = (np.arange(4), (np.arange(3), np.arange(2)), None, LaunchNumbers(np.arange(5)))
+    cut = rebuild(tree, lambda a: a[:2])
+    assert type(cut[1]) is tuple and type(cut[3]) is LaunchNumbers and cut[2] is None
+    assert [len(one) for one in leaves((cut[0], cut[1], cut[3]))] == [2, 2, 2, 2]
+
+
+class LaunchNumbers(NamedTuple):
+    """A named tuple of one array."""
+
+    rows: np.ndarray[Any, Any]
 
 
 @pytest.mark.parametrize(("real", "value"), [(True, 2**24), (False, 2**31)])

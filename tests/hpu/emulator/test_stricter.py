@@ -18,6 +18,7 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.emulated_errors import Refused
 from trencadis.backends.hpu.hpu_settings import HpuSettings
+from trencadis.backends.hpu.launches.region_compiler import part
 from trencadis.backends.hpu.shape_policy import policy
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig, HeadTensorsOut, TextTensors
@@ -83,6 +84,10 @@ def add(x: Tensor) -> Tensor:
     return x + 1
 
 
+def cut_first(x: Tensor) -> Tensor:
+    return (x * 2)[1:]
+
+
 def test_each_combination_of_offsets_is_an_executable_of_its_own() -> None:
     card = EmulatedDevice(profile(""))
     compiled = make_bridge(card, lazy=False).compile(add)
@@ -109,21 +114,26 @@ def test_what_runs_between_launches_is_counted_and_takes_a_launch(lazy: bool) ->
         assert card.clock.launched - launched == pytest.approx(count * card.clock.rates.launch)
 
 
-def test_a_strided_input_costs_its_whole_storage() -> None:
-    card = EmulatedDevice(profile(""))
-    compiled = make_bridge(card, lazy=False).compile(add)
+@pytest.mark.parametrize("values", [True, False])
+def test_a_strided_input_costs_its_whole_storage(values: bool) -> None:
+    card = EmulatedDevice(profile(""), values)
+    compiled = make_bridge(card, lazy=False).compile(part)
     base = torch.arange(1 << 20, dtype=torch.float32).view(1 << 10, 1 << 10).to(DEVICE)
     before = card.clock.seconds
-    compiled(base[:, :2])
+    compiled(add, base[:, :2])
     assert card.clock.seconds - before >= 2 * (4 << 20) / card.profile.bandwidth
     assert any("strided_input" in line for line in card.clock.lines)
 
 
-def test_a_view_that_leaves_a_region_is_counted() -> None:
-    card = EmulatedDevice(profile(""))
-    compiled = make_bridge(card, lazy=False).compile(lambda x: (x * 2)[1:])
-    assert compiled(torch.ones(3, 2).to(DEVICE)).cpu().tolist() == [[2, 2], [2, 2]]
+@pytest.mark.parametrize("values", [True, False])
+def test_a_view_that_leaves_a_region_is_counted(values: bool) -> None:
+    card = EmulatedDevice(profile(""), values)
+    compiled = make_bridge(card, lazy=False).compile(part)
+    for _ in range(2):  # without values the second one is not run again
+        out = compiled(cut_first, torch.ones(3, 2).to(DEVICE))
+        assert out.shape == (2, 2) and (not values or out.cpu().tolist() == [[2, 2], [2, 2]])
     assert any("eager_view" in line for line in card.clock.lines)
+    assert sum(card.clock.lines.values()) == 2
 
 
 def test_executables_are_counted_without_values_as_with_them() -> None:

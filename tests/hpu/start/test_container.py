@@ -54,9 +54,23 @@ llm = LLM(device="hpu", dtype="float32", warmup="skip", max_model_len=256, max_n
           kv_cache_memory_bytes="16MiB", mm_processor_kwargs={"max_pixels": 50176}, async_depth=0)
 chat = [{"role": "user", "content": "How many circles are there?"}]
 print("tokens", llm.chat(chat, SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].token_ids)
+print("breaks", llm.engine.stats().graphs.graph_breaks)
 from habana_frameworks.torch import AT_IMPORT
 print("told", AT_IMPORT)
 """
+CHAT_OR_LINE = (
+    "try:\n"
+    + textwrap.indent(CHAT, "    ")
+    + """
+except Exception as error:
+    if type(error).__name__ not in ("StartupError", "OutOfDeviceMemory"):
+        raise
+    print("line", error)
+"""
+)
+"""Any other error ends in a traceback."""
+WHOLE = "\nbreaks 0\n"
+"""Every part was compiled as one graph."""
 TOKENS = "[40, 320, 536, 300, 13, 767, 815, 345]"
 """The demo's answer to that question on a CPU."""
 
@@ -153,7 +167,7 @@ def test_every_published_stack_in_a_process_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("torch", ["2.11.0a0+git009b5f6", "2.11.0", "2.13.0+cpu"])
 def test_a_container_of_compile_mode_answers_offline(torch: str, tmp_path: Path) -> None:
     done = run(make(tmp_path / "c", torch, PUBLISHED[torch]), CHAT, **SMALL)
-    assert done.returncode == 0 and f"tokens {TOKENS}" in done.stdout, done.stderr
+    assert done.returncode == 0 and f"tokens {TOKENS}" in done.stdout and WHOLE in done.stdout, done.stderr
     assert "'PT_HPU_LAZY_MODE': '0'" in done.stdout and "'PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE': '0'" in done.stdout
 
 
@@ -202,9 +216,6 @@ def test_40_starts_of_a_release_with_all_refusals_are_right_or_one_line(release:
 
     All but the first of a run are forked from one that has imported torch and its compiler: half the time of a start.
     """
-    code = "try:\n" + textwrap.indent(CHAT, "    ") + "\nexcept Exception as error:\n"
-    code += "    if type(error).__name__ not in ('StartupError', 'OutOfDeviceMemory'):\n        raise\n"
-    code += "    print('line', error)\n"
     (torch, plugin) = next((t, p) for t, p in PUBLISHED.items() if p.startswith(release))
     container, alone = make(tmp_path / "c", torch, plugin), [True]
     clean = container.variables(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
@@ -214,7 +225,7 @@ def test_40_starts_of_a_release_with_all_refusals_are_right_or_one_line(release:
         chosen = {name: rng.choice(values) for name, values in REFUSALS.items()}
         cache = {"TRENCADIS_CACHE": str(tmp_path / f"cache{number}")}
         environ = {**SMALL, **cache, **{k: v for k, v in chosen.items() if v}}
-        done = run(container, code, **environ) if alone else fork(code, **environ)
+        done = run(container, CHAT_OR_LINE, **environ) if alone else fork(CHAT_OR_LINE, **environ)
         alone.clear()
         assert done.returncode == 0 and "Traceback" not in done.stderr, (chosen, done.stderr[-2000:])
         right = f"tokens {TOKENS}" in done.stdout
@@ -222,6 +233,9 @@ def test_40_starts_of_a_release_with_all_refusals_are_right_or_one_line(release:
         refused = chosen["HABANA_STUB_GRAPH"] and chosen["VLLM_T_COMPILE_FULLGRAPH"]
         says = ("workspace Allocation of size", "compiler refuses")[: 2 if refused else 1]
         assert right or any(text in line for text in says), (chosen, line)
+        assert not right or chosen["HABANA_STUB_GRAPH"] or WHOLE in done.stdout, (
+            "only a graph that was refused is broken"
+        )
         print(f"\n{release}, start {number}: {line or 'right'}", flush=True)
         return 1
 

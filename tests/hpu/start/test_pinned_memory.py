@@ -15,14 +15,14 @@ from trencadis.backends.hpu.start.bridge_loader import find_pinning
 pytestmark = pytest.mark.part("gaudi")
 
 PROBES = """
-from trencadis.backends.hpu.start import bridge_loader, card_probes, gaudi_detection
+from trencadis.backends.hpu.start import bridge_loader, check_hpu_card, gaudi_detection
 gaudi_detection.find_stack = lambda: gaudi_detection.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
 gaudi_detection.find_machine = lambda environ: gaudi_detection.Machine(1, 1)
 bridge_loader.DEVICE = "cpu"
 bridge = bridge_loader.open_bridge(0)
 print(bridge.pinned, len(bridge.notes))
 for name in ("pinned_upload", "fetch_beside_launch", "events"):
-    print(getattr(card_probes, name)(bridge))
+    print(getattr(check_hpu_card, name)(bridge))
 """
 
 

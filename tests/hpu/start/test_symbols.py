@@ -11,22 +11,40 @@ from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 
 OPEN = """
+import os
 import sys
+from importlib import import_module
 import torch
 from trencadis.backends.hpu.start import bridge_loader, gaudi_detection
 gaudi_detection.find_stack = lambda: gaudi_detection.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
 gaudi_detection.plugin_version = lambda: "1.23.1.25"
 gaudi_detection.find_machine = lambda environ: gaudi_detection.Machine(1, 1)
 bridge_loader.DEVICE = "cpu"
+if os.environ.get("PT_HPU_LAZY_MODE") == "0":  # its entry point is that of an installed plug-in
+    torch._dynamo.register_backend(
+        lambda graph, inputs: import_module("habana_frameworks.torch.compiling").hpu_backend(graph, inputs),
+        name="hpu_backend")
 bridge = bridge_loader.open_bridge(0)
+assert bridge.is_lazy() == (os.environ.get("PT_HPU_LAZY_MODE") != "0")
 from trencadis.backends.hpu.emulator import fused_kernels
 g = torch.Generator().manual_seed(1)
 x = torch.randn(6, 32, generator=g)
 assert bridge.fp8_top == (448.0 if sys.argv[1] == "GAUDI3" else 240.0)
 """
 
+COMPILED = """
+import dataclasses
+KERNELS = ("cast_to_fp8_v2", "cast_from_fp8", "fp8_gemm_v2", "convert_from_uint4", "sdpa_parts", "fused_sdpa",
+           "block_adjustment", "product")
+if not bridge.is_lazy():
+    plain = {name: kernel for name in KERNELS if (kernel := getattr(bridge, name)) is not None}
+    bridge = dataclasses.replace(bridge, **{name: bridge.compile(kernel) for name, kernel in plain.items()})
+"""
+"""In compile mode: each kernel as one graph, so that Dynamo must know the form of its results."""
+
 CALLS = (
     OPEN
+    + COMPILED
     + """
 scale = torch.rand(6, 1, generator=g) + 1
 for dtype in (torch.float32, torch.bfloat16):
@@ -50,7 +68,8 @@ for mask, causal in ((seen, False), (None, True)):
     for found, want in zip(bridge.sdpa_parts(q, k, v, mask, causal, 0.5, "None"),
                            fused_kernels.sdpa_recomp_parts(q, k, v, mask, causal, 0.5, "None"), strict=True):
         torch.testing.assert_close(found, want)
-out = bridge.fused_sdpa(q, k, v, seen, 0.0, False, 0.5, "None")
+from trencadis.backends.hpu.habana_bridge import fused_attention
+out = fused_attention(bridge.fused_sdpa, q, k, v, seen, False, 0.5, "None")
 torch.testing.assert_close(out, fused_kernels.sdpa_recomp_fwd(q, k, v, seen, False, 0.5, "none"))
 if sys.argv[1] == "GAUDI3":
     high, total = (torch.rand(4, 2, 3, 1, 1, generator=g) for _ in range(2))
@@ -70,7 +89,7 @@ from trencadis.backends.hpu.hpu_quantised_linear import PackedWeight4
 from trencadis.backends.hpu.hpu_quantised_linear import Floats8Weight
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.weight_storage_format import Scheme
+from trencadis.core.quant.quantisation_scheme import Scheme
 ops = HpuOps(bridge, HpuSettings(), 16)
 weight = torch.randn(40, 96, generator=g)
 rows = torch.randn(3, 96, generator=g).bfloat16()
@@ -78,19 +97,46 @@ for scheme, kind, most in ((Scheme(4, group=32), PackedWeight4, 2e-2), (Scheme(8
     q = quantise(weight, scheme, torch.bfloat16)
     packed = ops.pack_quantised(q)
     assert isinstance(packed, kind), packed
+    multiply = ops.linear if bridge.is_lazy() else bridge.compile(lambda rows, packed: ops.linear(rows, packed))
     want = rows.float() @ q.values().float().t()
-    off = float((ops.linear(rows, packed).float() - want).abs().max() / want.abs().max())
+    off = float((multiply(rows, packed).float() - want).abs().max() / want.abs().max())
     assert off < most, (scheme, off)
 print("fine")
 """
 )
 
 
-@pytest.mark.parametrize("code", [CALLS, PRODUCTS], ids=["each", "products"])
-@pytest.mark.parametrize("card", ["GAUDI2", "GAUDI3"])
-def test_the_plug_ins_operations_are_called_as_published(code: str, card: str, over_stub: Run) -> None:
-    done = over_stub(code, card, HABANA_STUB_CARD=card)
+CASES = [("1", CALLS, "GAUDI2"), ("1", CALLS, "GAUDI3"), ("1", PRODUCTS, "GAUDI2"), ("1", PRODUCTS, "GAUDI3"),
+         ("0", CALLS, "GAUDI3"), ("0", PRODUCTS, "GAUDI2")]  # fmt: skip
+"""Lazy mode or not, what is called, and the card; a process that compiles takes seconds."""
+
+
+@pytest.mark.parametrize(("lazy", "code", "card"), CASES, ids=range(len(CASES)))
+def test_the_plug_ins_operations_are_called_as_published(lazy: str, code: str, card: str, over_stub: Run) -> None:
+    """In compile mode inside of compiled functions."""
+    done = over_stub(code, card, HABANA_STUB_CARD=card, PT_HPU_LAZY_MODE=lazy)
     assert done.returncode == 0 and done.stdout == "fine\n", done.stderr
+
+
+CHECKED = OPEN + "print([n for n in sys.argv[2:] if getattr(bridge, n) is None])"
+FIELDS = {"sdpa_recomp_fwd": "sdpa_parts", "fp8_gemm_v2": "fp8_gemm_v2", "convert_from_uint4": "convert_from_uint4",
+          "block_softmax_adjustment": "block_adjustment"}  # fmt: skip
+"""Operations that a start compares, and the fields of the bridge."""
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "lazy"),
+    [("", "", "1"), *((name, "", "1") for name in FIELDS), ("sdpa_recomp_fwd", ":error", "1"),
+     ("fp8_gemm_v2", "", "0"), ("sdpa_recomp_fwd", ":error", "0")],
+)  # fmt: skip
+def test_an_operation_that_differs_at_opening_is_not_used(name: str, fault: str, lazy: str, over_stub: Run) -> None:
+    """One warning each; a right one has none."""
+    env = {"HABANA_STUB_CARD": "GAUDI3", "HABANA_STUB_WRONG": name + fault, "PT_HPU_LAZY_MODE": lazy}
+    done = over_stub(CHECKED, "GAUDI3", *FIELDS.values(), **env)
+    assert done.returncode == 0 and done.stdout == f"{[FIELDS[name]] if name else []}\n", done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("hpu:")]
+    assert len(said) == bool(name) and all(name in line for line in said), said
+    assert not fault or "fails (RuntimeError: synStatus=26" in said[0]
 
 
 WRONG = {

@@ -18,12 +18,12 @@ from tests.traffic.ragged_rows import ragged_inputs
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda import runtime_of
 from trencadis.backends.cuda.kernels import cross_attend
-from trencadis.backends.cuda.launches.cuda_inputs import Sizes
+from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.cross_attention_inputs import VARIANT, CrossAttentionInputs
 from trencadis.core.device.launch_tensors import CrossAttentionTensors
-from trencadis.core.shared_constants import RESERVED_ROWS
+from trencadis.core.media_spans import RESERVED_ROWS
 from trencadis.core.vision_config import SlotForm
 
 LAYERS, LAYER = 3, 1

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.cross_attention.cross_attention_cases import CrossAttentionCase, CrossAttentionLaunch, launched
 from trencadis.backends.cuda.kernels import cross_attend, query_blocks_and_key_cuts
-from trencadis.backends.cuda.launches import attention_work_items, work_item_capacity
+from trencadis.backends.cuda.launches import attention_work_items, bucket_capacity
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 QUIET: dict[str, Any] = {
@@ -27,7 +27,7 @@ QUIET: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans of 64 rows, so that small images have several."""
-    for module in (query_blocks_and_key_cuts, work_item_capacity, cross_attend):
+    for module in (query_blocks_and_key_cuts, bucket_capacity, cross_attend):
         monkeypatch.setattr(module, "IMAGE_SPAN", 64)
     monkeypatch.setattr(attention_work_items, "LEAST", 64)
 
@@ -68,7 +68,7 @@ def test_every_order_of_the_grid(name: str, device: torch.device, interpreted: N
 
 
 def test_spans_of_their_own_length(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (query_blocks_and_key_cuts, work_item_capacity, cross_attend):
+    for module in (query_blocks_and_key_cuts, bucket_capacity, cross_attend):
         monkeypatch.setattr(module, "IMAGE_SPAN", 512)
     case = CrossAttentionCase(((1100, 0), (1025, 700)), decode=True, group=4, kv_heads=1, length=1101, processors=132)
     ready = launched(case, device)

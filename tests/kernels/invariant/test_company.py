@@ -10,7 +10,8 @@ import torch
 
 from tests.oracles.attention_cases import Case, Prepared, moved, prepared
 from trencadis.backends.cuda.kernels import paged_attention, query_blocks_and_key_cuts
-from trencadis.backends.cuda.launches import attention_work_items, work_item_capacity
+from trencadis.backends.cuda.launches import attention_work_items, bucket_capacity
+from trencadis.core.buckets import Stage
 
 BASE = Case((), group=2, kv_heads=1, d=16, invariant=True)
 MANY, FEW = 132, 0
@@ -20,9 +21,9 @@ MANY, FEW = 132, 0
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans of 128 keys, so that small prompts have several."""
-    for module in (query_blocks_and_key_cuts, work_item_capacity, paged_attention):
+    for module in (query_blocks_and_key_cuts, bucket_capacity, paged_attention):
         monkeypatch.setattr(module, "SPAN", 128)
-    for module in (work_item_capacity, attention_work_items):
+    for module in (bucket_capacity, attention_work_items):
         monkeypatch.setattr(module, "LEAST", 128)
 
 
@@ -70,6 +71,40 @@ def test_the_bits_of_a_prompt_do_not_depend_on_its_company(prompts: int, device:
             assert torch.equal(moved(source, last, target, row, part), wanted), (i, case)
     print(f"\n{prompts} prompts, {launches} launches, {joined} of them with the prompt's keys cut: all bits equal")
     assert launches / 5 < joined < launches
+
+
+def verified(rng: np.random.Generator) -> tuple[Case, int, list[tuple[Case, int, int]]]:
+    """``ways`` of a token in rows with drafts: it is a draft, or drafts come after it; others have other numbers."""
+    alone, last, _ = ways(rng)
+    context, width = alone.rows[0][0], int(rng.integers(2, 9))
+    found = []
+    for processors in (MANY, FEW):
+        after = int(rng.integers(0, width))
+        part = min(int(rng.integers(1, width - after + 1)), last + 1)
+        row = (context + last + 1 - part, part + after)
+        others = [(int(rng.integers(0, 400)), int(count)) for count in rng.integers(1, width + 1, 2)]
+        at = int(rng.integers(0, 3))
+        rows = (*others[:at], row, *others[at:])
+        case = dataclasses.replace(alone, rows=rows, processors=processors, verify=width)
+        found.append((case, at, part))
+    return alone, last, found
+
+
+@pytest.mark.parametrize("prompts", [2, pytest.param(200, marks=pytest.mark.long)])
+def test_a_token_has_the_same_bits_in_a_row_with_drafts(prompts: int, device: torch.device) -> None:
+    """As alone in a prompt, whatever its drafts are, and however many rows and drafts are verified beside it."""
+    joined = 0
+    for i in range(prompts):
+        alone, last, others = verified(np.random.default_rng(100 + i))
+        source = prepared(alone, device)
+        wanted = source.run()[0][last]
+        for case, row, part in others:
+            target = prepared(case, device)
+            assert case.bucket.stage is Stage.VERIFY
+            joined += bool(cuts(target, row))
+            assert torch.equal(moved(source, last, target, row, part), wanted), (i, case)
+    print(f"\n{prompts} prompts, {2 * prompts} VERIFY launches, {joined} with the prompt's keys cut: all bits equal")
+    assert joined > prompts // 4
 
 
 def test_a_join_in_another_order_is_found(device: torch.device) -> None:

@@ -24,7 +24,7 @@ from trencadis.backends.cuda.attention_libraries.library_attention import (
 )
 from trencadis.backends.cuda.cpu_twin.ops import TwinOps
 from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinRuntime
-from trencadis.backends.cuda.launches.cuda_inputs import arrays
+from trencadis.backends.cuda.launches.cuda_host_arrays import arrays
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffer
 from trencadis.backends.cuda.runtime_protocol import Stream
 from trencadis.core.device.backend import LayerKV

@@ -14,7 +14,7 @@ from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig, LayerKV, Rotary
-from trencadis.core.models.kv_cache_codes import read_slots, store
+from trencadis.core.models.kv_cache_quantisation import read_slots, store
 
 triton = pytest.importorskip("triton")
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}

@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.traffic.media import prepare_now
 from trencadis.core.errors import BadRequest, TooLarge, UnsupportedMedia
-from trencadis.multimodal import media_timing
+from trencadis.multimodal import media_timing_and_concurrency
 from trencadis.multimodal.images.image_frontend import ImageFrontend, ImageLimits
 from trencadis.multimodal.images.image_header import Header
 from trencadis.multimodal.images.processor_cache import ProcessorCache
@@ -248,7 +248,7 @@ def test_stages_are_timed_for_the_request_that_caused_them(make):
     url = data_url(png(noise(500, 400)))
 
     async def prepare(*sources):
-        with media_timing.record_media_times() as times:
+        with media_timing_and_concurrency.record_media_times() as times:
             await front.prepare([(s, "p") for s in sources])
         return times
 
@@ -264,8 +264,8 @@ def test_stages_are_timed_for_the_request_that_caused_them(make):
 
 @pytest.mark.parametrize(("said", "resize"), [(0.5, 0.5), (9, 2), (-1, 0), (float("nan"), 0), ("x", 0), (None, 0)])
 def test_what_a_worker_says_about_time_is_bounded(said, resize):
-    with media_timing.record_media_times() as times:
-        media_timing.record_prepared(2.0, said)
+    with media_timing_and_concurrency.record_media_times() as times:
+        media_timing_and_concurrency.record_prepared(2.0, said)
     assert times.seconds == {"fetch": 0, "decode": 2 - resize, "resize": resize} and times.num_prepared == 1
 
 
@@ -296,7 +296,7 @@ def test_a_download_is_timed_as_fetching(make):
     front.loader.load = load
 
     async def prepare():
-        with media_timing.record_media_times() as times:
+        with media_timing_and_concurrency.record_media_times() as times:
             await front.prepare([("http://host.example/", "p")])
         return times
 

@@ -11,8 +11,7 @@ from tests.traffic import video_clips
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError, UnsupportedMedia
 from trencadis.multimodal.media_options import NO_OPTIONS, MediaOptions
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
-from trencadis.multimodal.videos.frame_limits import FrameLimits
-from trencadis.multimodal.videos.frame_sampling import evenly_spaced, sample_frame_list, sample_frames
+from trencadis.multimodal.videos.frame_sampling import FrameLimits, evenly_spaced, sample_frame_list, sample_frames
 from trencadis.multimodal.videos.frame_size import frame_size
 from trencadis.multimodal.videos.video_job import prepare_video, resize_frame
 

@@ -16,7 +16,7 @@ from trencadis.core.errors import BadRequest, Conflict, Forbidden, QueueFull, To
 from trencadis.multimodal.images.image_decode_client import ImageDecoder
 from trencadis.multimodal.images.processor_cache import ProcessorCache
 from trencadis.multimodal.media_options import NO_OPTIONS, MediaOptions, MediaPart, MediaScope
-from trencadis.multimodal.media_timing import MediaTimes, record_media_times
+from trencadis.multimodal.media_timing_and_concurrency import MediaTimes, record_media_times
 from trencadis.multimodal.processor_interface import PreparedVideo
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 from trencadis.multimodal.sources.media_loader import MediaLoader

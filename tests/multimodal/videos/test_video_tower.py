@@ -27,7 +27,7 @@ from trencadis.multimodal.media_options import MediaOptions
 from trencadis.multimodal.placeholders import expand_placeholders
 from trencadis.multimodal.processor_interface import PreparedVideo, position_spans
 from trencadis.multimodal.qwen2_vl.mrope import mrope_positions
-from trencadis.multimodal.videos.frame_limits import FrameLimits
+from trencadis.multimodal.videos.frame_sampling import FrameLimits
 from trencadis.multimodal.videos.video_frontend import video_from_answer
 from trencadis.multimodal.videos.video_job import prepare_video
 

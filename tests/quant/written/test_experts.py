@@ -24,7 +24,7 @@ from trencadis.core.checkpoint.model_registry import family_of
 from trencadis.core.checkpoint.weight_file_reader import open_weights
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.quant.online_quant import quantise as nearest
-from trencadis.core.quant.writing import layer_rounding
+from trencadis.core.quant.writing import gptq_rounding
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
 from trencadis.core.quant.writing.convert_checkpoint import convert, recipe_for
 from trencadis.core.quant.writing.source_checkpoint import EXPERTS, open_checkpoint
@@ -182,7 +182,7 @@ def test_seldom_experts_take_the_nearest_codes_and_a_line_says_so(
     held = open_checkpoint(source("qwen3_moe"))
     recipe, few, lines = recipe_for(held, to), prompts(5), list[str]()
     convert(held, tmp_path / "whole", recipe, few, lines.append, threads=1)
-    monkeypatch.setattr(layer_rounding, "SUMS", 1)
+    monkeypatch.setattr(gptq_rounding, "SUMS", 1)
     convert(held, tmp_path / "parts", recipe, few, threads=1)
     assert folder(tmp_path / "whole") == folder(tmp_path / "parts")
     found, calibration, seldom = values(tmp_path / "whole"), Calibration(held.config, held, few, threads=1), 0

@@ -22,7 +22,7 @@ import h11
 import pytest
 
 from trencadis.server.config.server_config import ServerConfig
-from trencadis.server.http import connection_limits, listener, uvicorn_server
+from trencadis.server.http import event_loop_pacing, listener, uvicorn_server
 
 CHAT = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
 UVICORN = "uvicorn.error", "uvicorn.access", "uvicorn.asgi"
@@ -110,17 +110,17 @@ def ended(s: socket.socket, seconds: float = 5.0) -> bytes:
 def test_few_requests_begin_in_one_pass_and_none_is_forgotten(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that write at once do not make one long pass of the loop; the order of their bytes stays."""
     made = site()
-    shared: connection_limits.SharedLimits = made.web.config.http.args[0]
+    shared: event_loop_pacing.SharedLimits = made.web.config.http.args[0]
     begun: list[int] = []
     loops: list[asyncio.AbstractEventLoop] = []
-    usual = connection_limits.SharedLimits._run_pass
+    usual = event_loop_pacing.SharedLimits._run_pass
 
-    def counted(self: connection_limits.SharedLimits, loop: asyncio.AbstractEventLoop) -> None:
+    def counted(self: event_loop_pacing.SharedLimits, loop: asyncio.AbstractEventLoop) -> None:
         loops.append(loop)
         usual(self, loop)
         begun.append(self.begun)
 
-    monkeypatch.setattr(connection_limits.SharedLimits, "_run_pass", counted)
+    monkeypatch.setattr(event_loop_pacing.SharedLimits, "_run_pass", counted)
     busy = threading.Event()
     with ExitStack() as stack:
         sockets = [stack.enter_context(made.connect()) for _ in range(30)]
@@ -138,8 +138,8 @@ def test_few_requests_begin_in_one_pass_and_none_is_forgotten(site: Any, monkeyp
             assert b"200 OK" in answer(one)
         assert b" 400 " in answer(sockets[-1])
     assert (
-        max(begun) == connection_limits.STARTS_PER_PASS
-        and len([n for n in begun if n]) >= 29 // connection_limits.STARTS_PER_PASS - 1
+        max(begun) == event_loop_pacing.STARTS_PER_PASS
+        and len([n for n in begun if n]) >= 29 // event_loop_pacing.STARTS_PER_PASS - 1
     )
     assert not shared.deferred
 
@@ -231,9 +231,9 @@ def test_the_rest_of_an_answered_body_is_not_read_for_ever(site: Any) -> None:
 def test_heads_are_bounded_each_and_together(
     site: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    halls, usual = [], connection_limits.SharedLimits
+    halls, usual = [], event_loop_pacing.SharedLimits
 
-    def hall(seconds: float) -> connection_limits.SharedLimits:
+    def hall(seconds: float) -> event_loop_pacing.SharedLimits:
         halls.append(usual(seconds, 150_000))
         return halls[-1]
 

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from tests.server.http.test_connection import CHAT, HEALTH, Site, answer, ended, post
-from trencadis.server.http import connection_limits, h11_connection
+from trencadis.server.http import event_loop_pacing, h11_body_bounds, h11_connection
 
 
 @pytest.fixture
@@ -63,9 +63,9 @@ def test_after_an_early_answer_nothing_is_parsed(site: Any, monkeypatch: pytest.
         got = answer(s)
         assert b" 400 " in got
         taken: list[int] = []
-        usual = connection_limits.BoundedConnection.receive_data
+        usual = h11_body_bounds.BoundedConnection.receive_data
         monkeypatch.setattr(
-            connection_limits.BoundedConnection, "receive_data", lambda c, d: (taken.append(len(d)), usual(c, d))
+            h11_body_bounds.BoundedConnection, "receive_data", lambda c, d: (taken.append(len(d)), usual(c, d))
         )
         s.settimeout(5)
         assert s.recv(1) == b"", "the server has ended its side"
@@ -216,23 +216,23 @@ def test_pipelined_requests_begin_a_few_in_a_pass(site: Any, monkeypatch: pytest
             got = b""
             while got.count(b"200 OK") < 30:
                 got += one.recv(1 << 16)
-    assert len(begun) == 361 and max(Counter(begun).values()) <= 2 * connection_limits.STARTS_PER_PASS
+    assert len(begun) == 361 and max(Counter(begun).values()) <= 2 * event_loop_pacing.STARTS_PER_PASS
 
 
 def test_bytes_behind_a_waiting_read_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy loop defers new requests, which other tenants' may overtake: the next read of a connection may not."""
     received: list[bytes] = []
-    monkeypatch.setattr(connection_limits.BoundedConnection, "receive_data", lambda c, data: received.append(data))
+    monkeypatch.setattr(h11_body_bounds.BoundedConnection, "receive_data", lambda c, data: received.append(data))
 
     async def run() -> None:
-        shared = connection_limits.SharedLimits()
+        shared = event_loop_pacing.SharedLimits()
         config = uvicorn.Config(lambda: None, lifespan="off", ws="none")
         config.load()
         made = h11_connection.LimitedH11Protocol(shared, config, ServerState(), {})
         made.connection_made(MagicMock(spec=asyncio.Transport, is_closing=lambda: False))
         made._unread = 1
         shared.chunks.put(made.loop, lambda: made._take_chunks(b"first"))
-        shared.begun = connection_limits.STARTS_PER_PASS
+        shared.begun = event_loop_pacing.STARTS_PER_PASS
         made.data_received(b"second")
         assert not shared.deferred and not received
         while made._unread:

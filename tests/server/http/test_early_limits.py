@@ -13,9 +13,8 @@ from starlette.types import Message
 
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BY_STATUS
-from trencadis.core.graph_plan_report import MEANINGS, UNPLANNED
+from trencadis.core.graph_plan_report import MEANINGS, OUTCOMES, UNPLANNED
 from trencadis.core.process.engine_messages import BucketUse, EngineInfo, EngineStats
-from trencadis.core.shape_learning_report import OUTCOMES
 from trencadis.server.metrics.bucket_metrics import MOST
 from trencadis.server.metrics.prometheus import make_cache_labels
 from trencadis.server.tenants.admission import Bounds

@@ -14,7 +14,7 @@ import pytest
 from tests.fakes.scripted_app import ScriptedApp
 from tests.server.http.test_connection import Site, answer
 from trencadis.core.engine_config import EngineConfig
-from trencadis.server.http.connection_limits import PendingHeads, find_keys, find_tenant_name
+from trencadis.server.http.event_loop_pacing import PendingHeads, find_keys, find_tenant_name
 from trencadis.server.http.h11_connection import LimitedH11Protocol
 from trencadis.server.tenants.tenant_registry import TenantRegistry
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.meta_start import GIB, config_of, on_paper
 from tests.vision import test_plans
-from trencadis.backends.cuda.launches.input_buffer_bytes import cross_attention_bytes
+from trencadis.backends.cuda.launches.bucket_capacity import cross_attention_bytes
 from trencadis.backends.cuda.shape_policy import policy
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
@@ -21,7 +21,7 @@ from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.cache_plan import CacheOptions, plan_cpu
-from trencadis.core.memory.estimate import MemoryEstimator, arena_width
+from trencadis.core.memory.memory_estimator import MemoryEstimator, arena_width
 
 NAME = "Llama-3.2-11B-Vision"
 TOWER: dict[str, Any] = {

@@ -16,7 +16,7 @@ from trencadis import LLM
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_registry import image_needs, image_processor
 from trencadis.core.errors import StartupError
-from trencadis.core.models.cross_attention_decoder import CrossAttentionDecoder
+from trencadis.core.models.image_cross_attention import CrossAttentionDecoder
 
 BAR = 1e-5
 

@@ -15,9 +15,8 @@ from trencadis.core.cross_attention_inputs import (
     variant_of,
 )
 from trencadis.core.kv.block_pool import BlockHashChain
-from trencadis.core.media_spans import MediaSpan, TokenRun
+from trencadis.core.media_spans import RESERVED_ROWS, MediaSpan, TokenRun
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.shared_constants import RESERVED_ROWS
 
 
 def spans_at(places: list[int], shown: list[int], held: int) -> list[MediaSpan]:

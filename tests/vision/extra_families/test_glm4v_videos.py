@@ -22,8 +22,7 @@ from trencadis.core.checkpoint.model_registry import family_of, image_processor,
 from trencadis.core.errors import StartupError
 from trencadis.multimodal.media_options import MediaOptions
 from trencadis.multimodal.processor_interface import PreparedVideo
-from trencadis.multimodal.videos.frame_limits import FrameLimits
-from trencadis.multimodal.videos.frame_sampling import sample_clip_frames
+from trencadis.multimodal.videos.frame_sampling import FrameLimits, sample_clip_frames
 from trencadis.multimodal.videos.frame_size import clip_frame_size
 
 NAMES = {"Glm4v": "seconds", "Glm46V": "dense"}

@@ -164,6 +164,41 @@ SCHEMAS = {
 if os.environ.get("HABANA_STUB_CARD") == "GAUDI3":
     SCHEMAS["block_softmax_adjustment(Tensor block_max, Tensor block_sums, Tensor block_groups, int batch_size, "
             "int[] out_shape) -> Tensor"] = block_softmax_adjustment  # fmt: skip
+
+
+def _like(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _as_codes(x: Tensor, table: Tensor, weights: Tensor, *args: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=weights.dtype, device=x.device)
+
+
+def _as_blocks(high: Tensor, total: Tensor, groups: Tensor, rows: int, shape: list[int]) -> Tensor:
+    return torch.empty(shape, dtype=high.dtype, device=high.device)
+
+
+FORMS = {mixture_of_experts: _like, mixture_of_fp8_experts: _as_codes, block_softmax_adjustment: _as_blocks}
+"""What tells Dynamo the form of a result where the function reads values; the others compute it by themselves."""
+
+WRONG, _, FAULT = os.environ.get("HABANA_STUB_WRONG", "").partition(":")
+"""``HABANA_STUB_WRONG=NAME``: the operation of that name gives other values; ``NAME:error``: it fails."""
+
+
+def spoiled(function: Any) -> Any:
+    """``function`` with twice its (first) result, or with an error."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if FAULT:
+            raise RuntimeError("synStatus=26 [Generic failure]\nbacktrace")
+        out = function(*args, **kwargs)
+        return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
+
+    return run
+
+
 for schema, function in SCHEMAS.items():
     OPS.define(schema)
-    OPS.impl(schema.partition("(")[0], function, "CPU")
+    name = schema.partition("(")[0]
+    OPS.impl(name, spoiled(function) if name == WRONG else function, "CPU")
+    torch.library.register_fake(f"hpu::{name}", FORMS.get(function, function), lib=OPS)

@@ -1,0 +1,25 @@
+/* Calls of this library that were recorded once and are made again in one call. */
+
+#ifndef TRENCADIS_REPLAY_H
+#define TRENCADIS_REPLAY_H
+
+#include "panels.h"
+
+enum { CALL_LINEAR, CALL_ROWS, CALL_ROTARY, CALL_ATTEND, CALL_DENSE }; /* functions that are recorded */
+
+/* A call: the function's arguments in its own order, without floats and without the number of threads. */
+typedef struct {
+    int64_t function;
+    int64_t arguments[9];
+    int64_t rows; /* of CALL_ATTEND: number of the AttendRows that it reads */
+    float real;   /* the function's float, if it has one */
+    int32_t unused;
+} ReplayedCall;
+
+/* The fields of Attend that differ from launch to launch. */
+typedef struct {
+    const int32_t *blocks, *token, *row, *first, *length;
+    int64_t n, width;
+} AttendRows;
+
+#endif

@@ -1,0 +1,202 @@
+"""Recorded layers of small decode launches: bits are those of single calls, and what cannot be replayed is not."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import kernel_kinds
+from tests.fakes import checkpoints
+from trencadis import LLM, SamplingParams
+from trencadis.backends.cpu.attention_plan import CpuAttn
+from trencadis.backends.cpu.native import kernel_threads
+from trencadis.backends.cpu.native.ctypes_structs import ReplayedCall
+from trencadis.backends.cpu.ops import CpuOps
+from trencadis.backends.cpu.recorded_layers import MOST_ROWS, ComputingOps, RecordedLayers, ReusedMemory, decodes_few
+
+pytestmark = pytest.mark.skipif(not kernel_kinds.DENSE, reason="the kernels of the CPU are not built")
+
+WIDE: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+                        "intermediate_size": 128}  # fmt: skip
+Answer = tuple[list[int], list[float]]
+Make = Callable[..., LLM]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """``make(checkpoint, **flags)``: an engine in bfloat16, which is closed after the test."""
+    made: list[LLM] = []
+
+    def start(checkpoint: Path, **flags: Any) -> LLM:
+        options = {
+            "dtype": "bfloat16",
+            "max_model_len": 256,
+            "max_num_seqs": 8,
+            "speculation": False,
+            "enable_prefix_caching": False,
+            **flags,
+        }
+        made.append(LLM(str(checkpoint), kv_cache_memory_bytes=8 << 20, **options))
+        return made[-1]
+
+    yield start
+    for llm in made:
+        llm.close()
+
+
+def ops_of(llm: LLM) -> CpuOps:
+    ops = llm.engine.executor._rank.backend.ops  # type: ignore[attr-defined]
+    assert isinstance(ops, CpuOps)
+    return ops
+
+
+def groups_of(llm: LLM) -> list[RecordedLayers]:
+    return [one for _, some in ops_of(llm).recorded.values() for one in some if isinstance(one, RecordedLayers)]
+
+
+def answer(llm: LLM, rows: int, seed: int = 0) -> list[Answer]:
+    """Answers of different lengths, which grow over several blocks, so that rows leave one after another."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(3, 200, int(rng.integers(3, 40))).tolist() for _ in range(rows)]
+    params = [SamplingParams(temperature=0, max_tokens=12 + 9 * i, logprobs=1, ignore_eos=True) for i in range(rows)]
+    outs = [made.outputs[0] for made in llm.generate(prompts, params, use_tqdm=False)]
+    values = [[one[i].logprob for one, i in zip(out.logprobs or [], out.token_ids, strict=True)] for out in outs]
+    return [(list(out.token_ids), some) for out, some in zip(outs, values, strict=True)]
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "bfloat16": {}, "int8": {"quantization": "int8"}, "int4": {"quantization": "int4"},
+    "threads": {"threads": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_replayed_launches_have_the_same_bits(form: str, make: Make, tmp_path: Path) -> None:
+    checkpoint = checkpoints.qwen2(tmp_path / "c", dtype=torch.bfloat16, **WIDE)
+    llm = make(checkpoint, **FORMS[form])
+    ops_of(llm).records = False
+    plain = [answer(llm, rows, rows) for rows in (1, 2, 5)]
+    assert not groups_of(llm)
+    ops_of(llm).records = True
+    assert [answer(llm, rows, rows) for rows in (1, 2, 5)] == plain
+    (group,) = groups_of(llm)
+    assert group.replays > 40
+    assert [answer(llm, rows, rows) for rows in (1, 2, 5)] == plain, "after other launches"
+
+
+def test_windows_that_differ_by_layer(make: Make, tmp_path: Path) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    settings = checkpoints.text_settings(
+        **WIDE, num_hidden_layers=3, use_sliding_window=True, sliding_window=20, max_window_layers=1, layer_types=kinds
+    )
+    model = Qwen2ForCausalLM(Qwen2Config(**settings))
+    llm = make(checkpoints._write(model, tmp_path / "c", 0, torch.bfloat16))
+    found = answer(llm, 3)
+    (group,) = groups_of(llm)
+    assert group.replays
+    ops_of(llm).records = False
+    assert answer(llm, 3) == found
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"dtype": "float32"}, {"dtype": "float16"}, {"kv_cache_dtype": "int8"}, {"batch_invariant": True}],
+    ids=["torch's norms", "torch's products", "codes of keys", "batch-invariant"],
+)
+def test_what_torch_computes_is_not_recorded(flags: dict[str, Any], make: Make, tmp_path: Path) -> None:
+    llm = make(checkpoints.qwen2(tmp_path / "c", dtype=torch.bfloat16, **WIDE), **flags)
+    found = answer(llm, 2)
+    (group,) = groups_of(llm)
+    assert not group.replays
+    ops_of(llm).records = False
+    assert answer(llm, 2) == found
+
+
+def test_layers_that_are_bound_to_another_cache_are_recorded_again(make: Make, tmp_path: Path) -> None:
+    """The calls hold the addresses of the cache, which would be another tensor's by then."""
+    llm = make(checkpoints.qwen2(tmp_path / "c", dtype=torch.bfloat16, **WIDE))
+    found = answer(llm, 2)
+    (group,) = groups_of(llm)
+    for layer in group._layers:
+        old = layer.attention.kv
+        layer.attention.kv = old._replace(k=torch.zeros_like(old.k), v=torch.zeros_like(old.v))
+        old.k.fill_(float("nan"))
+    replays = group.replays
+    assert answer(llm, 2) == found and group.replays > replays
+
+
+def test_eager_engines_record_nothing(make: Make, tmp_path: Path) -> None:
+    llm = make(checkpoints.qwen2(tmp_path / "c", dtype=torch.bfloat16, **WIDE), enforce_eager=True)
+    answer(llm, 1)
+    assert not ops_of(llm).records and not groups_of(llm)
+
+
+def test_memory_is_that_of_one_layer(make: Make, tmp_path: Path) -> None:
+    sizes = list[int]()
+    for layers in (2, 6):
+        folder = tmp_path / str(layers)
+        llm = make(checkpoints.qwen2(folder, dtype=torch.bfloat16, **{**WIDE, "num_hidden_layers": layers}))
+        answer(llm, 1)
+        (group,) = groups_of(llm)
+        (held,) = [one for one in group._known.values() if one is not None]
+        sizes.append(held.nbytes)
+    assert sizes[0] == sizes[1] > 0
+
+
+def test_memory_is_given_again_only_when_nobody_holds_it() -> None:
+    memory = ReusedMemory()
+    first = memory.give(torch.empty(4, 8))
+    second, view = memory.give(torch.empty(8, 4)), first[1]
+    place = first.data_ptr()
+    assert second.data_ptr() != place and second.shape == (8, 4)
+    del first
+    gc.collect()
+    assert memory.give(torch.empty(32)).data_ptr() != place, "a view holds it"
+    del view
+    assert memory.give(torch.empty(32)).data_ptr() == place
+    assert memory.give(torch.empty(32, dtype=torch.int32)).data_ptr() != place
+
+
+def test_a_product_of_torch_with_a_packed_weight_is_seen() -> None:
+    """Its weight has no storage to compare."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(torch.ones(8, 8))
+    with ComputingOps(ReusedMemory()) as computing, torch.inference_mode():
+        torch.ops.mkldnn._linear_pointwise(torch.ones(2, 8), packed, None, "none", [], "")
+    assert computing.found
+    with ComputingOps(ReusedMemory()) as computing, torch.inference_mode():
+        torch.ones(2, 8)
+    assert computing.found
+    x = torch.ones(2, 8)
+    with ComputingOps(ReusedMemory()) as computing, torch.inference_mode():
+        x.view(4, 4)[1].t().split(2)
+    assert not computing.found
+
+
+def attn_of(starts: list[int], tokens: int) -> CpuAttn:
+    rows = len(starts) - 1
+    numbers = torch.zeros(rows, dtype=torch.int32)
+    made = CpuAttn(torch.tensor(starts, dtype=torch.int32), numbers, numbers[:, None], torch.zeros(tokens))
+    made.block_size, made.plans = 16, {}
+    return made
+
+
+def test_which_launches_are_recorded() -> None:
+    assert decodes_few(attn_of([0, 1, 2, 2], 2))
+    assert not decodes_few(attn_of([0, 1, 1, 2], 2)), "padding"
+    assert not decodes_few(attn_of([0, 2, 3, 3], 3)), "a row of several tokens"
+    most = MOST_ROWS + 1
+    assert not decodes_few(attn_of([*range(most + 1), most], most))
+
+
+def test_an_unknown_call_ends_a_replay() -> None:
+    calls = (ReplayedCall * 2)(ReplayedCall(function=99), ReplayedCall(function=0))
+    assert kernel_threads.calls().replay(ctypes.addressof(calls), 2, None, 1) == 1
