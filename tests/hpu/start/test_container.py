@@ -141,6 +141,8 @@ def wanted(torch: str, requested: str, plugin: str) -> str:
         return {"missing": "is not installed", "mismatched": "was built for torch"}[plugin]
     if requested == "1" and not re.search(r"\+(hpu|git)", torch):
         return "needs Gaudi's own build"
+    if requested == "0" and int(torch.split(".")[1]) < 9:
+        return "needs torch 2.9 or newer"
     return requested or ("1" if "hpu_" in torch else "0")
 
 
