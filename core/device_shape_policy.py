@@ -96,7 +96,7 @@ class GraphMemory:
 
 
 class PlannedLayer(NamedTuple):
-    """What a decoder layer of a plan has in common with others.
+    """Keys of a decoder layer that are equal for layers which can share compiled functions.
 
     Args:
         kind: equal for layers of equal parts and sizes.

@@ -42,6 +42,7 @@ ALLOCATIONS = frozenset({
 """Operations that compute nothing and return new memory."""
 
 T = TypeVar("T")
+S = TypeVar("S", bound=ctypes.Structure)
 Argument = int | float | None
 LayerOutputs = tuple[Tensor, Tensor | None]
 """Output and residual stream of a layer, [n, hidden] each."""
@@ -103,32 +104,37 @@ class CallRecorder:
         self._keep(DENSE, (*first, kernels), scale)
         return self._real.dense(*args)
 
-    def _rotate(self, at: int, *args: int) -> None:
-        own = RotaryLayout.from_buffer_copy(ctypes.string_at(at, ctypes.sizeof(RotaryLayout)))
+    def _copy(self, kind: type[S], at: int) -> S:
+        """Returns a copy of the structure at an address, which lives as long as the calls."""
+        own = kind.from_buffer_copy(ctypes.string_at(at, ctypes.sizeof(kind)))
         self.structures.append(own)
+        return own
+
+    def _rotate(self, at: int, *args: int) -> None:
+        own = self._copy(RotaryLayout, at)
         self._keep(ROTARY, (ctypes.addressof(own), *args[:-1]))
         self._real.rotate(at, *args)
 
     def _attend(self, at: int, *args: int) -> int:
-        own = AttendLayout.from_buffer_copy(ctypes.string_at(at, ctypes.sizeof(AttendLayout)))
-        self.structures.append(own)
+        own = self._copy(AttendLayout, at)
         self.attends.append((self._keep(ATTEND, (ctypes.addressof(own), *args[:-1])), own))
         return self._real.attend(at, *args)
 
 
 class ReusedMemory:
-    """Keeps the memory of a recording's tensors; what nobody else holds is given to later tensors of the same bytes."""
+    """Allocates the tensors of a recording and keeps their memory; memory that is no longer used is used again."""
 
     def __init__(self) -> None:
         self.held: list[tuple[Tensor, int]] = []
-        """Tensors, and how many hold their storage while nobody else does."""
+        """Tensors, each with the use count that its storage has while only this list refers to it."""
 
     def give(self, made: Tensor) -> Tensor:
         """Returns ``made``, or a tensor like it in memory that is free again."""
+        size = made.untyped_storage().nbytes()
         for own, alone in self.held:
-            if own.nbytes == made.nbytes and own.dtype == made.dtype and _holders(own) == alone:
+            if own.nbytes == size and own.dtype == made.dtype and _holders(own) == alone:
                 return own.as_strided(made.shape, made.stride())
-        own = torch.empty(made.untyped_storage().nbytes() // made.itemsize, dtype=made.dtype)
+        own = torch.empty(size // made.itemsize, dtype=made.dtype)
         self.held.append((own, _holders(own)))
         return own.as_strided(made.shape, made.stride())
 
@@ -321,10 +327,10 @@ class RecordedLayers:
 
     def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn) -> LayerOutputs:
         assert isinstance(attn, CpuAttn)
-        inputs, key = inputs_of(x, residual, rotary, attn), (len(x), residual is None)
         if self._plain or rotary.query_scale is not None or bounds_checks.enabled():
             return run_layers(self._layers, x, residual, rotary, attn)
         self._forget_other_caches()
+        inputs, key = inputs_of(x, residual, rotary, attn), (len(x), residual is None)
         if key not in self._known:
             self._known[key] = None
             return run_layers(self._layers, x, residual, rotary, attn)

@@ -1,4 +1,4 @@
-"""What opening a card finds, and times of attention and experts: figures of ``benchmarks.hpu.device_probe``."""
+"""Measures attention and experts on a card, and reports which kernels a start accepts; for ``device_probe``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trencadis.core.device.backend import HeadTensorsOut, LayerKV, OutOfDeviceMe
 from trencadis.core.launch_inputs import StepInputs
 
 ROWS, BLOCK, HEADS, GROUPS, HEAD_DIM = 64, 128, 28, 4, 128
-"""Of a DECODE launch of a 7B."""
+"""Sizes of a DECODE launch of a 7B model."""
 
 
 def found_at_opening(backend: Any) -> dict[str, float]:

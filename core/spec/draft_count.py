@@ -143,7 +143,7 @@ class StepSeconds:
 
 @dataclass(frozen=True, slots=True)
 class VerifyShapes:
-    """What the text launches of a step compute on a device with planned shapes.
+    """Computes the padded tokens of a step's text launches on a device with planned shapes.
 
     A launch of VERIFY costs the same for one draft as for all that fit in it.
 

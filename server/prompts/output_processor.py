@@ -190,7 +190,7 @@ RESTART_SECONDS = 5
 
 
 class PieceStep(NamedTuple):
-    """What some tokens of a piece add to an answer: segments, and the tokens' log-probabilities."""
+    """The segments that some tokens of a piece add to an answer, and the log-probabilities of these tokens."""
 
     answer: AnswerPart
     logprobs: list[TokenLogprob]

@@ -1,7 +1,7 @@
 """Calls of the plug-in's own kernels with their right results: for ``check-hpu``, and for the check at a start.
 
-Libraries that nobody can read decide what these kernels compute, and public users report wrong values of some. So a
-start compares those that its launches may use, and does without one that differs.
+The kernels' sources are closed, and users have reported wrong values of some. So a start compares those that its
+launches may use with their formulas, and does not use one that differs.
 """
 
 from __future__ import annotations
