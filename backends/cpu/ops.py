@@ -31,6 +31,7 @@ from trencadis.backends.cpu.native.attention_and_row_kernels import (
     StoredKeys,
     best,
     can_store,
+    norm_heads,
     rms_norm,
     rotate,
     silu_mul,
@@ -174,6 +175,11 @@ class CpuOps(ReplayOps, RecurrentKernelOps, AdapterOps, ReferenceOps):
         """Computes the same as the reference; the sum is written to ``x``."""
         made = rms_norm(x, weight, eps, residual, self.table)
         return self._torch_rms_norm(x, weight, eps, residual) if made is None else (made, x)
+
+    def norm_heads(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Implements ``core.models.interface.HeadNormOps``."""
+        made = norm_heads(x, weight, eps, self.table)
+        return self.rms_norm(x.reshape(-1, x.shape[2]), weight, eps)[0].view(x.shape) if made is None else made
 
     def _torch_rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Computes ``rms_norm`` without an own kernel."""

@@ -3,7 +3,8 @@
 A layer of such a launch is a dozen calls of the library and as many views of tensors. Python takes 0.1 ms for them: of
 a token of 0.5 G parameters a tenth in bfloat16 and a fifth in 4 bits, on two cores of Zen 5. The second launch of a
 number of rows records the calls and their arguments; later ones copy their inputs to the recorded tensors, and the
-library makes all calls. They are the same calls, so that no bit changes.
+library makes all calls. They are the same calls, so that no bit changes. Launches with adapters have recordings of their
+own: the runs of rows with one adapter each are an input, and A and B are read where the slots are.
 
 Only layers whose work the library does are recorded. If torch computes anything in one, launches run call by call:
 in float32, whose norms are torch's, with an 8-bit KV cache, experts or norms of queries and keys, and with several
@@ -15,23 +16,30 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trencadis.backends.cpu.attention_plan import CpuAttn, PlanKey, get_plan
+from trencadis.backends.cpu.lora_adapter_products import CpuAdapterRows
 from trencadis.backends.cpu.native import bounds_checks, kernel_threads
 from trencadis.backends.cpu.native.attention_and_row_kernels import SingleTokenRows
-from trencadis.backends.cpu.native.ctypes_structs import AttendLayout, AttendRowsLayout, ReplayedCall, RotaryLayout
+from trencadis.backends.cpu.native.ctypes_structs import (
+    AttendLayout,
+    AttendRowsLayout,
+    ReplayedCall,
+    ReplayedLaunchLayout,
+    RotaryLayout,
+)
 from trencadis.backends.cpu.native.kernel_threads import Calls
-from trencadis.core.device.backend import Attn, LayerKV, Rotary
+from trencadis.core.device.backend import AdapterRows, Attn, LayerKV, Rotary
 
 MOST_ROWS = 16
 """Rows of the largest launch that is recorded: products take longer than Python beyond."""
 
-LINEAR, ROWS, ROTARY, ATTEND, DENSE = range(5)
+LINEAR, ROWS, ROTARY, ATTEND, DENSE, ADAPTERS, HEADS = range(7)
 """Numbers of the functions in replay.h."""
 
 aten = torch.ops.aten
@@ -69,9 +77,9 @@ class CallRecorder:
         other = self._other
         return self._real._replace(
             linear=self._linear, rows=self._rows, rotate=self._rotate, attend=self._attend, dense=self._dense,
-            gated_norm=other(self._real.gated_norm), flash=other(self._real.flash),
+            adapters=self._adapters, head_norms=self._head_norms, gated_norm=other(self._real.gated_norm), flash=other(self._real.flash),
             convolve=other(self._real.convolve), delta_rule=other(self._real.delta_rule),
-            delta_net=other(self._real.delta_net), adapters=other(self._real.adapters), pack=other(self._real.pack),
+            delta_net=other(self._real.delta_net), pack=other(self._real.pack),
         )  # fmt: skip
 
     def _other(self, call: Callable[..., T]) -> Callable[..., T]:
@@ -99,10 +107,19 @@ class CallRecorder:
         self._keep(ROWS, (*first, kind, kernels), eps)
         self._real.rows(*args)
 
+    def _head_norms(self, *args: Argument) -> None:
+        *first, eps, kind, kernels, _ = args
+        self._keep(HEADS, (*first, kind, kernels), eps)
+        self._real.head_norms(*args)
+
     def _dense(self, *args: Argument) -> int:
         *first, scale, kernels, _ = args
         self._keep(DENSE, (*first, kernels), scale)
         return self._real.dense(*args)
+
+    def _adapters(self, *args: Argument) -> int:
+        self._keep(ADAPTERS, args[:-1])
+        return self._real.adapters(*args)
 
     def _copy(self, kind: type[S], at: int) -> S:
         """Returns a copy of the structure at an address, which lives as long as the calls."""
@@ -193,7 +210,9 @@ class Layer(Protocol):
     causal: bool
     attention: CachedAttention
 
-    def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn) -> LayerOutputs: ...
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn, *rows: AdapterRows
+    ) -> LayerOutputs: ...
 
 
 class LaunchInputs(NamedTuple):
@@ -236,8 +255,8 @@ class RecordedLaunch:
         """Bytes of the tensors in between, without inputs."""
         return self._held[1].nbytes
 
-    def replay(self, inputs: LaunchInputs, attn: CpuAttn) -> LayerOutputs:
-        """Makes the calls for the rows of a launch; the outputs hold until the next one.
+    def replay(self, inputs: LaunchInputs, attn: CpuAttn, adapters: Sequence[CpuAdapterRows]) -> LayerOutputs:
+        """Makes the calls for the rows of a launch and their adapters; the outputs hold until the next one.
 
         Raises:
             MemoryError: a call found no memory for its sums.
@@ -249,10 +268,16 @@ class RecordedLaunch:
             rows = get_plan(attn, attn.block_size, *key).singles
             assert rows is not None
             self._rows[place] = _layout_of(rows)
+        runs = adapters[0].pieces if adapters else None
+        launch = ReplayedLaunchLayout(ctypes.addressof(self._rows), *((None, 0) if runs is None else _at(runs)))
         replay, team = kernel_threads.calls().replay, kernel_threads.launch_threads()
-        if replay(ctypes.addressof(self._calls), len(self._calls), ctypes.addressof(self._rows), team):
+        if replay(ctypes.addressof(self._calls), len(self._calls), ctypes.addressof(launch), team):
             raise MemoryError("no memory for the sums of a recorded launch")
         return self._out
+
+
+def _at(runs: Tensor) -> tuple[int, int]:
+    return runs.data_ptr(), len(runs)
 
 
 def _layout_of(rows: SingleTokenRows) -> AttendRowsLayout:
@@ -262,7 +287,9 @@ def _layout_of(rows: SingleTokenRows) -> AttendRowsLayout:
     )  # fmt: skip
 
 
-def record(layers: Sequence[Layer], given: LaunchInputs, attn: CpuAttn) -> tuple[LayerOutputs, RecordedLaunch | None]:
+def record(
+    layers: Sequence[Layer], given: LaunchInputs, attn: CpuAttn, adapters: Sequence[CpuAdapterRows] = ()
+) -> tuple[LayerOutputs, RecordedLaunch | None]:
     """Runs layers and records their calls. None: they do what cannot be made again."""
     own = LaunchInputs(*(None if one is None else one.clone() for one in given))  # type: ignore[arg-type]
     held = attn._replace(slot_map=own.slot)
@@ -272,7 +299,7 @@ def record(layers: Sequence[Layer], given: LaunchInputs, attn: CpuAttn) -> tuple
     kernel_threads.launches.recorder = recorder.functions()
     try:
         with computing:
-            out = run_layers(layers, own.x, own.residual, Rotary(own.cos, own.sin), held)
+            out = run_layers(layers, own.x, own.residual, Rotary(own.cos, own.sin), held, *adapters)
     finally:
         kernel_threads.launches.recorder = None
     plans = _name_rows(recorder, held)
@@ -297,16 +324,18 @@ def _name_rows(recorder: CallRecorder, attn: CpuAttn) -> Sequence[PlanKey] | Non
 
 
 def run_layers(
-    layers: Sequence[Layer], x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn
-) -> LayerOutputs:  # fmt: skip
+    layers: Sequence[Layer], x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn, *adapters: AdapterRows
+) -> LayerOutputs:
     """Runs layers one after another."""
     for layer in layers:
-        x, residual = layer(x, residual, rotary, attn)
+        x, residual = layer(x, residual, rotary, attn, *adapters)
     return x, residual
 
 
 class RecordedLayers:
-    """Layers of a decoder that are called as one, with a recording for each number of rows; see ``GroupingOps``.
+    """Layers of a decoder that are called as one; see ``GroupingOps``.
+
+    There is a recording for each number of rows, with adapters and without.
 
     Args:
         layers: those of ``can_record``.
@@ -317,30 +346,35 @@ class RecordedLayers:
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = layers
         self.local, self.causal, self.attention = layers[0].local, layers[0].causal, layers[0].attention
-        self._known: dict[tuple[int, bool], RecordedLaunch | None] = {}
-        """Recordings by the number of rows, and by whether there is a residual stream; None: not yet."""
+        self._known: dict[tuple[int, bool, bool], RecordedLaunch | None] = {}
+        """Recordings by the number of rows, and by whether there are a residual stream, and adapters; None: not yet."""
         self._caches: tuple[object, ...] = ()
         """KV caches of the layers when they were recorded, whose addresses are in the calls."""
-        self._plain = False
+        self._plain: set[bool] = set()
+        """Launches that are never recorded: with adapters (True), or without."""
         self.replays = 0
         """Launches that were replayed."""
 
-    def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn) -> LayerOutputs:
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn, *rows: AdapterRows
+    ) -> LayerOutputs:
         assert isinstance(attn, CpuAttn)
-        if self._plain or rotary.query_scale is not None or bounds_checks.enabled():
-            return run_layers(self._layers, x, residual, rotary, attn)
+        adapted = bool(rows)
+        if adapted in self._plain or rotary.query_scale is not None or bounds_checks.enabled():
+            return run_layers(self._layers, x, residual, rotary, attn, *rows)
         self._forget_other_caches()
-        inputs, key = inputs_of(x, residual, rotary, attn), (len(x), residual is None)
+        inputs, key = inputs_of(x, residual, rotary, attn), (len(x), residual is None, adapted)
         if key not in self._known:
             self._known[key] = None
-            return run_layers(self._layers, x, residual, rotary, attn)
-        known = self._known[key]
+            return run_layers(self._layers, x, residual, rotary, attn, *rows)
+        known, adapters = self._known[key], cast("tuple[CpuAdapterRows, ...]", rows)
         if known is None:
-            out, self._known[key] = record(self._layers, inputs, attn)
-            self._plain = self._known[key] is None
+            out, self._known[key] = record(self._layers, inputs, attn, adapters)
+            if self._known[key] is None:
+                self._plain.add(adapted)
             return out
         self.replays += 1
-        return known.replay(inputs, attn)
+        return known.replay(inputs, attn, adapters)
 
     def _forget_other_caches(self) -> None:
         """Drops all recordings if the layers were bound to other caches meanwhile."""
@@ -375,7 +409,7 @@ class ReplayOps:
         """Identity of layers -> these layers, and what runs in place of them."""
         return {}
 
-    def group_layers(self, layers: Sequence[Layer], attn: Attn) -> Sequence[Layer]:
+    def group_layers(self, layers: Sequence[Layer], attn: Attn, adapted: bool) -> Sequence[Layer]:
         """Returns what runs in place of ``layers``: these, or ``RecordedLayers`` in a launch of few rows."""
         if not self.records or not decodes_few(attn):
             return layers

@@ -233,15 +233,16 @@ class HpuOps(JoinedAdapterOps, StaticRecurrentOps, ReferenceOps):
         out: T = self._run_layer(run, *args)
         return out
 
-    def group_layers(self, layers: Sequence[Any], attn: Any) -> Sequence[Any]:
-        """Implements ``core.models.interface.GroupingOps``: in compile mode the layers of a DECODE launch run in
-        regions of several.
+    def group_layers(self, layers: Sequence[Any], attn: Any, adapted: bool) -> Sequence[Any]:
+        """Implements ``core.models.interface.GroupingOps``: in compile mode the layers of a DECODE launch without
+        adapters run in regions of several.
         """
         size = self.settings.decode_layers
         decodes = isinstance(attn, SharedDecode) or (
             isinstance(attn, window_attention.PerWindow) and isinstance(attn.each[0], SharedDecode)
         )
-        if self.regions is None or size == 1 or not decodes or any(getattr(one, "recurrent", False) for one in layers):
+        alone = adapted or size == 1 or not decodes or any(getattr(one, "recurrent", False) for one in layers)
+        if self.regions is None or alone:
             return layers
         known = self._groups.get(id(layers))
         if known is None:

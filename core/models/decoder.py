@@ -400,8 +400,8 @@ class Decoder:
         if inputs.adapter is not None:
             assert self.adapter_numbers is not None
             rows_of = (ops.prepare_adapters(inputs.adapter, self.adapter_numbers, self.backend.dtype),)
-        elif not deepstack_rows and not layer_inputs and not self.readers and hasattr(ops, "group_layers"):
-            layers = self._group_layers(cast(GroupingOps, ops), attn)
+        if not deepstack_rows and not layer_inputs and not self.readers and hasattr(ops, "group_layers"):
+            layers = self._group_layers(cast(GroupingOps, ops), attn, bool(rows_of))
         states: dict[int, Tensor] = {}
         given: dict[int, Sequence[Tensor]] = {}
         for i, layer in layers:
@@ -423,10 +423,10 @@ class Decoder:
             ops.by_rows(self.keep_states, (*(states[i] for i in self.taps), inputs.out_row), p.states)
         ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
 
-    def _group_layers(self, ops: GroupingOps, attn: Attn) -> Iterator[NumberedLayer]:
+    def _group_layers(self, ops: GroupingOps, attn: Attn, adapted: bool) -> Iterator[NumberedLayer]:
         """Yields what runs in place of the layers; the first part of a span with its number, others beyond all."""
         for start, some in self.spans:
-            for place, part in enumerate(ops.group_layers(some, attn)):
+            for place, part in enumerate(ops.group_layers(some, attn, adapted)):
                 yield (len(self.layers) if place else start), part
 
     def _causal_attn(self, given: Attn, prepared: Attn) -> Attn:

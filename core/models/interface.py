@@ -110,8 +110,19 @@ class DrawingOps(Protocol):
 class GroupingOps(Protocol):
     """Additional method of ``Ops`` for devices that run several layers as one."""
 
-    def group_layers(self, layers: Sequence[Any], attn: Any) -> Sequence[Any]:
-        """Returns what runs in place of ``layers``: layers, or groups of neighbours that are called as a layer is."""
+    def group_layers(self, layers: Sequence[Any], attn: Any, adapted: bool) -> Sequence[Any]:
+        """Returns what runs in place of ``layers``: layers, or groups of neighbours that are called as a layer is.
+
+        ``adapted``: they are called with the adapters of tokens.
+        """
+        ...
+
+
+class HeadNormOps(Protocol):
+    """Additional method of ``Ops`` for devices that take heads from wider rows without a copy."""
+
+    def norm_heads(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Returns ``Ops.rms_norm`` of each head of x [n, heads, width], whose rows may be slices of wider ones."""
         ...
 
 

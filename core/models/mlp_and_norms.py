@@ -6,12 +6,14 @@ MLPs are gated, down(act(gate) * up) with gate and up fused, or plain, down(act(
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import LAYER, RMS_ONE
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Comm, Ops
+from trencadis.core.models.interface import HeadNormOps
 from trencadis.core.models.linear_and_embedding import ColumnParallelLinear, ColumnPart, RowParallelLinear, TowerLayer
 from trencadis.core.quant.quantisation_scheme import mlp_unit
 
@@ -37,6 +39,8 @@ class RMSNorm:
 
     def heads(self, x: Tensor) -> Tensor:
         """Returns the norm of each head of x [n, heads, width]."""
+        if hasattr(self.ops, "norm_heads"):
+            return cast(HeadNormOps, self.ops).norm_heads(x, self.weight, self.eps)
         return self.ops.rms_norm(x.reshape(-1, self.width), self.weight, self.eps)[0].view(x.shape)
 
     def joint(self, x: Tensor) -> Tensor:

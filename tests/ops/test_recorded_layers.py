@@ -14,7 +14,8 @@ import torch
 
 from tests import kernel_kinds
 from tests.fakes import checkpoints
-from trencadis import LLM, SamplingParams
+from tests.fakes.adapters import adapter_of
+from trencadis import LLM, LoRARequest, SamplingParams
 from trencadis.backends.cpu.attention_plan import CpuAttn
 from trencadis.backends.cpu.native import kernel_threads
 from trencadis.backends.cpu.native.ctypes_structs import ReplayedCall
@@ -89,6 +90,66 @@ def test_replayed_launches_have_the_same_bits(form: str, make: Make, tmp_path: P
     (group,) = groups_of(llm)
     assert group.replays > 40
     assert [answer(llm, rows, rows) for rows in (1, 2, 5)] == plain, "after other launches"
+
+
+def answer_adapted(llm: LLM, own: list[LoRARequest | None]) -> list[Answer]:
+    """Answers to prompts of which each has its own adapter, or none; rows leave one after another."""
+    prompts = [[3 + i, 40, 7 * i + 5] for i in range(len(own))]
+    params = [SamplingParams(temperature=0, max_tokens=8 + 5 * i, logprobs=1, ignore_eos=True) for i in range(len(own))]
+    outs = [made.outputs[0] for made in llm.generate(prompts, params, use_tqdm=False, lora_request=own)]
+    values = [[one[i].logprob for one, i in zip(out.logprobs or [], out.token_ids, strict=True)] for out in outs]
+    return [(list(out.token_ids), some) for out, some in zip(outs, values, strict=True)]
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "int8", "threads"])
+def test_replayed_launches_with_adapters_have_the_same_bits(form: str, make: Make, tmp_path: Path) -> None:
+    """The rows of a recording have other adapters, in other slots, each time; three adapters share two slots."""
+    checkpoint = checkpoints.qwen2(tmp_path / "c", dtype=torch.bfloat16, **WIDE)
+    a, b, c = (LoRARequest(n, 1, str(adapter_of(checkpoint, tmp_path / n, seed=i))) for i, n in enumerate("abc"))
+    llm = make(checkpoint, enable_lora=True, max_loras=2, max_cpu_loras=3, max_lora_rank=8, **FORMS[form])
+    mixes: list[list[LoRARequest | None]] = [[a], [a, b, None], [None, b, b], [c, c, a], [b, None, c], [None] * 3]
+    ops_of(llm).records = False
+    plain = [answer_adapted(llm, own) for own in mixes]
+    assert len({str(one) for one in plain[1:]}) == len(mixes) - 1, "adapters change answers"
+    ops_of(llm).records = True
+    for again in range(3):
+        assert [answer_adapted(llm, own) for own in mixes] == plain, again
+    (group,) = groups_of(llm)
+    held = {key for key, made in group._known.items() if made is not None}
+    assert {adapted for *_, adapted in held} == {False, True}
+    adapted_rows = {n for n, _, adapted in held if adapted}
+    assert adapted_rows == {1, 2, 3}
+    replays = group.replays
+    answer_adapted(llm, [c, b, c])
+    assert group.replays - replays >= 10, "launches with adapters are replayed"
+
+
+def test_norms_of_queries_and_keys_are_recorded(make: Make, tmp_path: Path) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM(Qwen3Config(**checkpoints.text_settings(**WIDE)))
+    llm = make(checkpoints._write(model, tmp_path / "c", 0, torch.bfloat16))
+    found = [answer(llm, rows, rows) for rows in (1, 3)]
+    (group,) = groups_of(llm)
+    assert group.replays > 20
+    ops_of(llm).records = False
+    assert [answer(llm, rows, rows) for rows in (1, 3)] == found
+
+
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("n", [1, 3, 70])
+def test_norms_of_heads_that_lie_apart(n: int, weight: torch.dtype) -> None:
+    """The bits are those of a copy's rows."""
+    ops, generator = CpuOps(), torch.Generator().manual_seed(n)
+    wide = torch.randn((n, 7 * 40), generator=generator).to(torch.bfloat16)
+    own = (1 + torch.randn(40, generator=generator)).to(weight)
+    heads = wide[:, 80:200].view(n, 3, 40)
+    want = ops.rms_norm(heads.reshape(-1, 40), own, 1e-6)[0].view(heads.shape)
+    assert torch.equal(ops.norm_heads(heads, own, 1e-6), want)
+    assert torch.equal(
+        ops.norm_heads(heads.float(), own.float(), 1e-6),
+        ops.rms_norm(heads.float().reshape(-1, 40), own.float(), 1e-6)[0].view(heads.shape),
+    )
 
 
 def test_windows_that_differ_by_layer(make: Make, tmp_path: Path) -> None:

@@ -55,6 +55,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, tab
     return out
 
 
+def norm_heads(x: Tensor, weight: Tensor, eps: float, table: KernelTable) -> Tensor | None:
+    """Returns the norm of each head of x [n, heads, width], whose tokens may lie apart; see ``rms_norm``."""
+    n, heads, width = x.shape
+    wide = weight.dtype != x.dtype
+    if (Op.ROWWISE, DTYPE_NAMES.get(x.dtype, "")) not in table.rows or (wide and weight.dtype != torch.float32):
+        return None
+    if x.stride()[1:] != (width, 1):
+        return None
+    out = x.new_empty((n, heads, width))
+    kernel_threads.calls().head_norms(
+        WIDE_NORM if wide else RMS_NORM, x.data_ptr(), weight.data_ptr(), out.data_ptr(), n * heads, width, heads,
+        x.stride(0), eps, TYPES[x.dtype], table.number, kernel_threads.launch_threads(),
+    )  # fmt: skip
+    return out
+
+
 def gated_norm(y: Tensor, weight: Tensor, eps: float, gate: Tensor, table: KernelTable) -> Tensor | None:
     """Computes ``RecurrentOps.gated_norm``; None: torch must do it."""
     n, heads, width = y.shape

@@ -147,7 +147,7 @@ class ReplayedCall(ctypes.Structure):
 
     _fields_ = [
         ("function", ctypes.c_int64),
-        ("arguments", ctypes.c_int64 * 9),
+        ("arguments", ctypes.c_int64 * 10),
         ("rows", ctypes.c_int64),
         ("real", ctypes.c_float),
         ("unused", ctypes.c_int32),
@@ -163,9 +163,15 @@ class AttendRowsLayout(ctypes.Structure):
     ]
 
 
+class ReplayedLaunchLayout(ctypes.Structure):
+    """``ReplayedLaunch`` of replay.h."""
+
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("rows", "runs")), ("count", ctypes.c_int64)]
+
+
 STRUCTURES = (
     Layout, DenseLayout, PackCall, AttendLayout, RotaryLayout, FlashLayout, SpanLayout, ConvolutionLayout, DeltaLayout,
-    DeltaNetLayout, AdaptersLayout, ReplayedCall, AttendRowsLayout,
+    DeltaNetLayout, AdaptersLayout, ReplayedCall, AttendRowsLayout, ReplayedLaunchLayout,
 )  # fmt: skip
 """The structures in the order of their numbers in layouts.c."""
 

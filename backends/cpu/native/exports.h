@@ -27,6 +27,8 @@ EXPORT int trencadis_panels_linear(const PanelWeight *w, const void *x, void *ou
                                    int threads);
 EXPORT void trencadis_panels_rows(int op, void *x, const void *residual, const void *weight, void *out, int64_t n,
                                   int64_t width, float eps, int type, int kind, int threads);
+EXPORT void trencadis_head_norms(int op, const void *x, const void *weight, void *out, int64_t n, int64_t width,
+                                 int64_t heads, int64_t stride, float eps, int type, int kind, int threads);
 EXPORT void trencadis_gated_norm(const void *x, const void *weight, const void *gate, void *out, int64_t n,
                                  int64_t width, int64_t heads, int64_t stride, float eps, int type, int kind,
                                  int threads);
@@ -41,6 +43,6 @@ EXPORT int trencadis_delta_net(const DeltaNet *p, int kind, int threads);
 EXPORT int trencadis_adapters(const Adapters *asked, const void *x, int64_t x_row, void *y, int64_t y_row, int64_t n,
                               const int64_t *runs, int64_t count, int kind, int threads);
 EXPORT void trencadis_rotary(const Rotary *p, int64_t n, int kind, int threads);
-EXPORT int trencadis_replay(const ReplayedCall *calls, int64_t count, const AttendRows *rows, int threads);
+EXPORT int trencadis_replay(const ReplayedCall *calls, int64_t count, const ReplayedLaunch *launch, int threads);
 
 #endif

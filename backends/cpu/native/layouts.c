@@ -80,6 +80,9 @@ static const int64_t replayed_call[] = {R(function), R(arguments), R(rows), R(re
 #define O(field) AT(AttendRows, field)
 static const int64_t attend_rows[] = {O(blocks), O(token), O(row), O(first), O(length), O(n), O(width)};
 
+#define B(field) AT(ReplayedLaunch, field)
+static const int64_t replayed_launch[] = {B(rows), B(runs), B(count)};
+
 #define STRUCTURE(type, name) {name, sizeof name / sizeof *name, sizeof(type)}
 static const struct {
     const int64_t *offsets;
@@ -89,7 +92,7 @@ static const struct {
                   STRUCTURE(Span, span),              STRUCTURE(Convolution, convolution), STRUCTURE(Delta, delta),
                   STRUCTURE(DeltaNet, delta_net),
                   STRUCTURE(Adapters, adapters),        STRUCTURE(ReplayedCall, replayed_call),
-                  STRUCTURE(AttendRows, attend_rows)};
+                  STRUCTURE(AttendRows, attend_rows),   STRUCTURE(ReplayedLaunch, replayed_launch)};
 
 /* Returns the bytes of structure `number`, and writes its field offsets to offsets [most]; -1 if it has another
    number of fields, or does not exist. */

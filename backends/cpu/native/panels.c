@@ -201,6 +201,16 @@ EXPORT void trencadis_panels_rows(int op, void *x, const void *residual, const v
     pool_run(row_work, &call, n, 0, 0, pool_threads(n * width / GRAIN, threads));
 }
 
+/* Writes the norms of n rows of `width` values to out [n][width]: x [n / heads][heads][width], `stride` values from token
+   to token; op: RMS_NORM or WIDE_NORM. */
+EXPORT void trencadis_head_norms(int op, const void *x, const void *weight, void *out, int64_t n, int64_t width,
+                                 int64_t heads, int64_t stride, float eps, int type, int kind, int threads) {
+    panels_count(ROWS_OPS, kind);
+    const Rows rows = {op, (void *)(uintptr_t)x, NULL, weight, out, width, eps, type, NULL, heads, stride};
+    RowCall call = {&rows, panels_kernels(kind)};
+    pool_run(row_work, &call, n, 0, 0, pool_threads(n * width / GRAIN, threads));
+}
+
 /* Writes the norms of n rows of `width` values, times silu of their gates: gate [n / heads][heads][width], `stride`
    values from token to token. */
 EXPORT void trencadis_gated_norm(const void *x, const void *weight, const void *gate, void *out, int64_t n,

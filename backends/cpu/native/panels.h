@@ -17,7 +17,7 @@
 
 #include <stdint.h>
 
-#define PANELS_VERSION 16
+#define PANELS_VERSION 17
 #define PANEL 16
 #define STEP 8 /* columns must be a multiple of this */
 #define CHUNK 256  /* keys of a row that one thread attends to at a time */
@@ -76,8 +76,9 @@ typedef struct {
     int64_t width;
     float eps;
     int type;
-    const void *gate;           /* GATED_NORM: a norm, times silu of the gate: `heads` rows of a token are side by */
-    int64_t heads, gate_stride; /* side, and tokens `gate_stride` values apart */
+    const void *gate;      /* of GATED_NORM: a norm, times silu of the gate */
+    int64_t heads, stride; /* `heads` rows of a token are side by side, tokens `stride` values apart: in the gate, or
+                              else in x; stride 0: all rows are */
 } Rows;
 
 /* Attention of n rows of one token each; sizes in values. */
