@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import kernel_kinds
 from tests.fakes import checkpoints
 from tests.fakes.adapters import LANGUAGE, adapter_of
 from tests.families.text_checkpoints import CASES, family_checkpoint
@@ -16,6 +17,8 @@ from tests.lora.conftest import Adapter, Base
 from tests.lora.test_devices import CARDS
 from tests.lora.test_same_tokens import BASE, Merged, prompts, request_of
 from trencadis import LLM, BeamSearchParams, EngineArgs, LLMEngine, LoRARequest, SamplingParams
+from trencadis.backends.cpu import int8_linear
+from trencadis.backends.cpu.native import kernel_table
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.family import MLPS
 from trencadis.core.checkpoint.model_registry import family_of
@@ -34,7 +37,11 @@ def logprobs_of(llm: LLM, prompt: tuple[int, ...], adapter: Path | None) -> torc
     return torch.tensor(found)
 
 
-EXACT = [("emulated hpu", "int8"), ("emulated hpu", "int4"), ("cuda twin", "int4")]
+UNROUNDED = "cpu, 16 or 32 bits as they load"
+"""A CPU with neither own kernels nor fbgemm, such as an ARM's."""
+
+EXACT = [("emulated hpu", "int8"), ("emulated hpu", "int4"), ("cuda twin", "int4"), (UNROUNDED, "int8"),
+         (UNROUNDED, "int4")]  # fmt: skip
 """Products by codes that leave activations as they are; other ones round them to 8 bits, one scale a token."""
 
 ROUNDS = [("cpu", "int8"), ("cpu", "int4"), ("cuda twin", "int8")]
@@ -50,6 +57,9 @@ def test_beside_quantised_weights(
     exact, but read hidden states that the base's layers have already moved.
     """
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    if card == UNROUNDED:
+        kernel_kinds.use(kernel_table.TORCH, monkeypatch)
+        monkeypatch.setattr(int8_linear, "is_available", lambda: False)
     checkpoint, prompt = base("llama"), prompts(3, 60)[2]
     one = adapter(checkpoint, seed=1)
     coded = tmp_path / bits
@@ -67,6 +77,31 @@ def test_beside_quantised_weights(
         assert with_adapter < 1e-2
     else:
         assert with_adapter < 2 * alone < 0.2
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_products_that_round_activations_do_not_round_those_of_adapters(
+    base: Base, adapter: Adapter, tmp_path: Path, bits: str
+) -> None:
+    """On a CPU, matrix by matrix: what an adapter adds to the outputs is x A B, within 1e-2 of its size."""
+    checkpoint = base("llama")
+    one = adapter(checkpoint, seed=1)
+    coded = tmp_path / bits
+    assert main.main(["quantize", str(checkpoint), str(coded), "--to", bits]) == 0
+    llm = LLM(str(coded), **{**BASE, "max_loras": 2})
+    logprobs_of(llm, prompts(3, 60)[2], one)
+    rank = llm.engine.executor._rank  # type: ignore[attr-defined]
+    config, ops, store = load_config(coded), rank.backend.ops, rank.adapters
+    matrices = load_matrices(read_adapter(one, config), config.text)
+    rows = ops.prepare_adapters(torch.tensor([1, 0, 1, 1], dtype=torch.int32), store._numbers, torch.float32)
+    for layer in store.layers:
+        x = torch.randn((4, layer.inputs), generator=torch.Generator().manual_seed(1))
+        made = layer.linear(x.clone(), rows) - layer.linear(x.clone())
+        found = [matrices[part.name] for part in layer.parts]
+        want = torch.cat([x @ a.t() @ b.t() for a, b in found], 1)
+        assert float((made - want)[[0, 2, 3]].abs().max()) < 1e-2 * float(want.abs().max()), layer.parts
+        assert not made[1].any()
+    llm.close()
 
 
 def dequantised(coded: Path, checkpoint: Path, out: Path) -> Path:
