@@ -3,8 +3,8 @@
 A layer of such a launch is a dozen calls of the library and as many views of tensors. Python takes 0.1 ms for them: of
 a token of 0.5 G parameters a tenth in bfloat16 and a fifth in 4 bits, on two cores of Zen 5. The second launch of a
 number of rows records the calls and their arguments; later ones copy their inputs to the recorded tensors, and the
-library makes all calls. They are the same calls, so that no bit changes. Launches with adapters have recordings of their
-own: the runs of rows with one adapter each are an input, and A and B are read where the slots are.
+library makes all calls. They are the same calls, so that no bit changes. Launches with adapters have recordings of
+their own: the runs of rows with one adapter each are an input, and A and B are read where the slots are.
 
 Only layers whose work the library does are recorded. If torch computes anything in one, launches run call by call:
 in float32, whose norms are torch's, with an 8-bit KV cache, experts or norms of queries and keys, and with several
@@ -77,7 +77,8 @@ class CallRecorder:
         other = self._other
         return self._real._replace(
             linear=self._linear, rows=self._rows, rotate=self._rotate, attend=self._attend, dense=self._dense,
-            adapters=self._adapters, head_norms=self._head_norms, gated_norm=other(self._real.gated_norm), flash=other(self._real.flash),
+            adapters=self._adapters, head_norms=self._head_norms, gated_norm=other(self._real.gated_norm),
+            flash=other(self._real.flash),
             convolve=other(self._real.convolve), delta_rule=other(self._real.delta_rule),
             delta_net=other(self._real.delta_net), pack=other(self._real.pack),
         )  # fmt: skip

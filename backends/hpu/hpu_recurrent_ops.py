@@ -51,9 +51,11 @@ class KeptLayer:
     def __init__(self, layer: Callable[..., object]) -> None:
         self.layer = layer
 
-    def __call__(self, x: Tensor, residual: Tensor | None, rows: StaticRows, attn: object) -> KeptStates:
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rows: StaticRows, attn: object, *adapters: object
+    ) -> KeptStates:
         held: list[tuple[Tensor, Tensor]] = []
-        out = self.layer(x, residual, rows._replace(stores=held), attn)
+        out = self.layer(x, residual, rows._replace(stores=held), attn, *adapters)
         return KeptStates(out, rows.slot.clone(), tuple(new for _, new in held), tuple(state for state, _ in held))
 
 

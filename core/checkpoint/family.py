@@ -118,7 +118,7 @@ class DeviceShare:
     quantised: str = ""
 
 
-ATTENTION, MLPS, TOWER = "attention", "MLPs", "vision tower"
+ATTENTION, MLPS, TOWER, RECURRENT = "attention", "MLPs", "vision tower", "recurrent layers"
 """Parts of a model that take LoRA adapters, as ``trencadis models`` names them."""
 EVERY_PART = (ATTENTION, MLPS, TOWER)
 
@@ -144,8 +144,8 @@ class Family:
         tied: default of ``tie_word_embeddings``.
         ignored: keys of config.json that change no result here.
         skipped: prefixes of stored weights that are not loaded, such as those of a draft layer; a log line counts them.
-        adapters: parts of the model whose LoRA adapters can be kept beside it (``ATTENTION``, ``MLPS``, ``TOWER``);
-            empty: none.
+        adapters: parts of the model whose LoRA adapters can be kept beside it (``ATTENTION``, ``MLPS``, ``TOWER``,
+            ``RECURRENT``); empty: none.
         defaults: device options for which this family has other defaults: ``fp32_softmax`` (softmax of text in
             float32), ``block_adjustment`` (blocks of a decoding row joined by a fused kernel).
     """

@@ -156,7 +156,7 @@ def check_adapters(config: EngineConfig, model: ModelConfig, policy: Policy, dev
         return
     if not policy.adapters:
         raise StartupError(f"--enable-lora: the {device} backend has no adapters; --device cpu has them")
-    if not model_registry.family_of(model.architecture).adapters or model.text.recurrent is not None:
+    if not model_registry.family_of(model.architecture).adapters:
         raise StartupError(f"--enable-lora: adapters of {model.architecture} are merged (trencadis merge-lora)")
     if config.batch_invariant:
         raise StartupError("--enable-lora and --batch-invariant exclude each other: products of adapters are grouped")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from trencadis.core.checkpoint import family
 from trencadis.core.checkpoint.decoder_config_parsers import (
     FULL,
     MOST_HEADS,
@@ -113,5 +114,5 @@ FAMILY = Family(
     ignored=frozenset({
         "output_router_logits", "router_aux_loss_coef", "mamba_chunk_size", "init_method", "embedding_dropout",
     }),
-    adapters=(),
+    adapters=(family.ATTENTION, family.MLPS, family.RECURRENT),
 )  # fmt: skip

@@ -18,7 +18,16 @@ from trencadis.core.checkpoint.decoder_config_parsers import (
     heads_of,
 )
 from trencadis.core.checkpoint.decoder_layer_config import ExpertsConfig, RecurrentConfig, SigmoidRouting
-from trencadis.core.checkpoint.family import BARE, GENERATE, Family, ParsedConfig, StoredNames
+from trencadis.core.checkpoint.family import (
+    ATTENTION,
+    BARE,
+    GENERATE,
+    MLPS,
+    RECURRENT,
+    Family,
+    ParsedConfig,
+    StoredNames,
+)
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import PLAIN, TextConfig
 from trencadis.core.family_configs.granite_hybrid import MOST_TAPS, refuse_step_limits
@@ -175,5 +184,5 @@ FAMILY = Family(
         "rope_scaling",
     }),
     skipped=("mtp.",),
-    adapters=(),
+    adapters=(ATTENTION, MLPS, RECURRENT),
 )  # fmt: skip

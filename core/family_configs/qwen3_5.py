@@ -19,7 +19,16 @@ from trencadis.core.checkpoint.decoder_config_parsers import (
     layer_types,
 )
 from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig
-from trencadis.core.checkpoint.family import BARE, GENERATE, Family, ParsedConfig, StoredNames
+from trencadis.core.checkpoint.family import (
+    ATTENTION,
+    BARE,
+    GENERATE,
+    MLPS,
+    RECURRENT,
+    Family,
+    ParsedConfig,
+    StoredNames,
+)
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
 from trencadis.core.family_configs.qwen3 import dense_layers
@@ -90,7 +99,7 @@ FAMILY = Family(
     names=StoredNames(PREFIXES),
     ignored=IGNORED,
     skipped=SKIPPED,
-    adapters=(),
+    adapters=(ATTENTION, MLPS, RECURRENT),
 )
 
 
@@ -141,7 +150,7 @@ QWEN3_5_MOE = Family(
     names=StoredNames(PREFIXES),
     ignored=IGNORED | ROUTING,
     skipped=SKIPPED,
-    adapters=(),
+    adapters=(ATTENTION, RECURRENT),
 )
 QWEN3_NEXT = replace(
     QWEN3_5_MOE,
@@ -149,4 +158,5 @@ QWEN3_NEXT = replace(
     model_type="qwen3_next",
     architectures={"Qwen3NextForCausalLM": GENERATE, "Qwen3NextModel": BARE},
     config=describe_next,
+    adapters=(ATTENTION, MLPS),
 )

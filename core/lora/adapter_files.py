@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trencadis.core.checkpoint.family import StoredNames
+from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig
+from trencadis.core.checkpoint.family import RECURRENT, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.core.checkpoint.model_config import GATED, ModelConfig, TextConfig
 from trencadis.core.checkpoint.model_registry import adapted_tower, family_of
@@ -325,7 +326,7 @@ def _join(
             f"{path}: {trained[:120]} has rank {a.rows} and {b.columns}, adapter_config.json says {rank}"
         )
     if not name.startswith(TOWER):
-        shape = matrix_shape(config.text, name)
+        shape = matrix_shape(config, name)
         if shape is None:
             if (layer := LAYER.fullmatch(name)) is not None and int(layer[1]) >= config.text.layers:
                 raise StartupError(f"{path} is for another model: {config.name} has no {trained[:120]}")
@@ -338,26 +339,48 @@ def _join(
     return AdapterModule(a, b, settings.scale_of(trained))
 
 
-def matrix_shape(c: TextConfig, name: str) -> tuple[int, int] | None:
+def matrix_shape(config: ModelConfig, name: str) -> tuple[int, int] | None:
     """Returns (out, in) of a decoder's matrix by its canonical name; None: there is none that takes an adapter."""
-    match = LAYER.fullmatch(name)
+    match, c = LAYER.fullmatch(name), config.text
     if match is None or int(match[1]) >= c.layers:
         return None
-    c = c.of_layer(int(match[1]))
-    q, kv, inner = c.heads * c.head_dim, c.kv_heads * c.head_dim, c.intermediate
-    if int(match[1]) in c.cross_attention_layers:
+    index = int(match[1])
+    c = c.of_layer(index)
+    if index in c.cross_attention_layers:
         return None
-    shapes = {
-        "self_attn.q_proj": (q, c.hidden), "self_attn.k_proj": (kv, c.hidden), "self_attn.v_proj": (kv, c.hidden),
-        "self_attn.qkv_proj": (q + 2 * kv, c.hidden), "self_attn.o_proj": (c.hidden, q),
-    }  # fmt: skip
-    for part in ("v_proj", "qkv_proj", "k_proj")[: 3 - c.key_parts if c.key_parts < 2 else 0]:
-        del shapes[f"self_attn.{part}"]
-    if c.has_mlp(int(match[1])):
+    shapes = dict[str, tuple[int, int]]()
+    if c.recurrent is not None and index in c.recurrent.layers:
+        if RECURRENT in family_of(config.architecture).adapters:
+            shapes = {f"linear_attn.{part}": shape for part, shape in _recurrent_shapes(c, c.recurrent).items()}
+    elif c.mixes_tokens(index):
+        shapes = {f"self_attn.{part}": shape for part, shape in _attention_shapes(c).items()}
+    inner = c.intermediate
+    if c.has_mlp(index):
         shapes |= {"mlp.up_proj": (inner, c.hidden), "mlp.down_proj": (c.hidden, inner)}
         if c.mlp == GATED:
             shapes |= {"mlp.gate_proj": (inner, c.hidden), "mlp.gate_up_proj": (2 * inner, c.hidden)}
     return shapes.get(match[2])
+
+
+def _attention_shapes(c: TextConfig) -> dict[str, tuple[int, int]]:
+    q, kv, values = c.heads * c.query_width, c.kv_heads * c.head_dim, c.heads * c.head_dim
+    shapes = {
+        "q_proj": (q, c.hidden), "k_proj": (kv, c.hidden), "v_proj": (kv, c.hidden),
+        "qkv_proj": (q + 2 * kv, c.hidden), "o_proj": (c.hidden, values),
+    }  # fmt: skip
+    for part in ("v_proj", "qkv_proj", "k_proj")[: 3 - c.key_parts if c.key_parts < 2 else 0]:
+        del shapes[part]
+    return shapes
+
+
+def _recurrent_shapes(c: TextConfig, r: RecurrentConfig) -> dict[str, tuple[int, int]]:
+    if r.width:
+        return {"in_proj": (3 * r.width, c.hidden), "out_proj": (c.hidden, r.width)}
+    ends = {"out_proj": (c.hidden, r.value_width)}
+    if r.scan:
+        return {"in_proj": (r.channels() + r.value_width + r.value_heads, c.hidden), **ends}
+    beside = {f"in_proj_{name}": (r.value_heads, c.hidden) for name in "ba"}
+    return {"in_proj_qkv": (r.channels(), c.hidden), "in_proj_z": (r.value_width, c.hidden), **beside, **ends}
 
 
 def check_tower(adapter: Adapter, config: ModelConfig) -> None:

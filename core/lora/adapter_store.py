@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.checkpoint_weight_source import fused_parts
+from trencadis.core.checkpoint.family import RECURRENT
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.checkpoint.model_registry import adapted_tower
+from trencadis.core.checkpoint.model_registry import adapted_tower, family_of
 from trencadis.core.device.backend import AdapterWeights, Backend, PackedAdapters
 from trencadis.core.errors import StartupError
 from trencadis.core.lora.adapter_files import WEIGHTS, Adapter, AdapterTensor, check_tower, read_adapter, read_matrix
+from trencadis.core.models.attention import Attention
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.decoder_layer import DecoderLayer
-from trencadis.core.models.interface import Model
+from trencadis.core.models.decoder_layer import DecoderLayer, SinglePartLayer
+from trencadis.core.models.interface import AdaptedMixer, Model
 from trencadis.core.models.linear_and_embedding import ColumnParallelLinear, Linear, RowParallelLinear, Share, pad_rows
 from trencadis.core.models.mlp_and_norms import GatedMLP, PlainMLP
 from trencadis.core.request import AdapterRef
@@ -83,15 +85,15 @@ class LayerPart(NamedTuple):
 
 
 class AdaptedLayer(NamedTuple):
-    """A fused layer, its parts, its inputs on this rank (padding included), and the decoder layer that it is in.
+    """A fused layer, its parts, and its inputs on this rank (padding included).
 
-    ``layer``: None in a vision tower.
+    ``attention``: the decoder's attention that it belongs to, which may order the outputs; None: it belongs to none.
     """
 
     linear: Linear
     parts: tuple[LayerPart, ...]
     inputs: int
-    layer: DecoderLayer | None = None
+    attention: Attention | None = None
 
 
 class HeldLayer(NamedTuple):
@@ -212,8 +214,8 @@ class AdapterStore:
         a, b = whole
         if part.by_inputs:
             a = a[:, part.spans[0].start : part.spans[0].stop]
-        elif one.layer is not None:
-            b = one.layer.attention.order_rows(part.name, b[part.spans[0].start : part.spans[0].stop])
+        elif one.attention is not None:
+            b = one.attention.order_rows(part.name, b[part.spans[0].start : part.spans[0].stop])
         else:
             b = torch.cat([pad_rows(b[start:stop], width) for start, stop, width in part.spans])
         return MatrixAdapter(*(t.to(self.backend.dtype).contiguous() for t in (a, b.t())))
@@ -270,34 +272,44 @@ def find_layers(model: Decoder) -> Iterator[AdaptedLayer]:
 
 def _find_decoder_layers(model: Decoder) -> Iterator[AdaptedLayer]:
     for index, layer in zip(model.share.layers, model.layers, strict=True):
-        if not isinstance(layer, DecoderLayer):
+        if not isinstance(layer, DecoderLayer | SinglePartLayer):
             continue
-        name, mlp = f"layers.{index}", layer.mlp
-        yield _columns(layer, layer.attention.qkv, f"{name}.self_attn")
-        yield _rows(layer, layer.attention.out, f"{name}.self_attn.o_proj")
+        name, mixer, mlp = f"layers.{index}", layer.attention, layer.mlp
+        if isinstance(mixer, AdaptedMixer):
+            if RECURRENT in family_of(model.config.architecture).adapters:
+                yield from _find_recurrent_linears(mixer, f"{name}.linear_attn")
+        elif isinstance(mixer, Attention):
+            yield _columns(mixer, mixer.qkv, f"{name}.self_attn")
+            yield _rows(mixer, mixer.out, f"{name}.self_attn.o_proj")
         if isinstance(mlp, GatedMLP | PlainMLP):
-            yield _columns(layer, mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up, f"{name}.mlp")
-            yield _rows(layer, mlp.down, f"{name}.mlp.down_proj")
+            yield _columns(None, mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up, f"{name}.mlp")
+            yield _rows(None, mlp.down, f"{name}.mlp.down_proj")
 
 
-def _columns(layer: DecoderLayer | None, linear: ColumnParallelLinear, name: str) -> AdaptedLayer:
-    """Returns a layer that is divided by outputs; ``name``: of the module that its parts belong to, or, in a tower, of
-    the matrix that the checkpoint stores for all of them.
+def _find_recurrent_linears(mixer: AdaptedMixer, name: str) -> Iterator[AdaptedLayer]:
+    for own, linear in mixer.list_linears():
+        whole = f"{name}.{own}" if own else name
+        yield (_columns if isinstance(linear, ColumnParallelLinear) else _rows)(None, linear, whole)
+
+
+def _columns(attention: Attention | None, linear: ColumnParallelLinear, name: str) -> AdaptedLayer:
+    """Returns a layer that is divided by outputs; ``name``: of the module that its parts belong to, or of the matrix
+    that the checkpoint stores for all of them.
     """
     shares = tuple(Share(at.start, at.stop, at.width) for at in linear.spans())
-    if linear.fused and layer is None:
+    if linear.fused:
         whole = LayerPart(name, shares, sum(share.width for share in shares), False)
         return AdaptedLayer(linear, (whole,), linear.inputs)
     named = zip(linear.parts, shares, strict=True)
     parts = tuple(LayerPart(f"{name}.{part.name}", (share,), share.width, False) for part, share in named)
-    return AdaptedLayer(linear, parts, linear.inputs, layer)
+    return AdaptedLayer(linear, parts, linear.inputs, attention)
 
 
-def _rows(layer: DecoderLayer | None, linear: RowParallelLinear, name: str) -> AdaptedLayer:
+def _rows(attention: Attention | None, linear: RowParallelLinear, name: str) -> AdaptedLayer:
     """Returns a layer that is divided by inputs."""
     share = linear.span()
     part = LayerPart(name, (share,), linear.outputs, True)
-    return AdaptedLayer(linear, (part,), share.width, layer)
+    return AdaptedLayer(linear, (part,), share.width, attention)
 
 
 def open_store(sizes: tuple[int, int, bool] | None, model: Model, backend: Backend) -> AdapterStore | None:

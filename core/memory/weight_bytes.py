@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from trencadis.core.buckets import align_up
 from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig
+from trencadis.core.checkpoint.family import RECURRENT
 from trencadis.core.checkpoint.model_config import GATED, LAYER, RMS_ONE, SANDWICH, ModelConfig, TextConfig
-from trencadis.core.checkpoint.model_registry import adapted_tower
+from trencadis.core.checkpoint.model_registry import adapted_tower, family_of
 from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
@@ -363,11 +364,9 @@ def adapter_bytes(model: ModelConfig, itemsize: int, ranks: int, sizes: AdapterS
     """Returns the bytes of A, B and the number of each slot; ``width``: as in ``layer_values``."""
     tower = adapted_tower_matrices(model, ranks, width)
     values, most = 0, 0
-    for matrices in (*(layer_matrices(model, i, ranks, width) for i in model.share.layers), tower):
+    for matrices in (*(_adapted_matrices(model, i, ranks, width) for i in model.share.layers), tower):
         groups = list[list[SharedMatrix]]()
         for matrix in matrices:
-            if EXPERT in matrix.name:
-                continue
             if matrix.first or not groups:
                 groups.append([])
             groups[-1].append(matrix)
@@ -377,6 +376,15 @@ def adapter_bytes(model: ModelConfig, itemsize: int, ranks: int, sizes: AdapterS
             most = max(most, parts)
     numbers = sizes.columns * most if sizes.joined else sizes.slots
     return sizes.columns * values * itemsize + NUMBER * numbers
+
+
+def _adapted_matrices(model: ModelConfig, index: int, ranks: int, width: int) -> Iterator[SharedMatrix]:
+    """Yields the matrices of a decoder's layer that take adapters: none of experts or of what is beside them."""
+    recurrent = RECURRENT in family_of(model.architecture).adapters
+    for matrix in layer_matrices(model, index, ranks, width):
+        beside = EXPERT in matrix.name or (".mlp." in matrix.name and not model.text.has_mlp(index))
+        if not beside and (recurrent or ".linear_attn." not in matrix.name):
+            yield matrix
 
 
 def adapted_tower_matrices(model: ModelConfig, ranks: int, width: int = 1) -> tuple[SharedMatrix, ...]:

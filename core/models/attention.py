@@ -112,8 +112,9 @@ class Attention:
         """Returns rows [outputs of whole heads, ...] of matrix ``name`` in the order that this layer's weights have."""
         if not self.rotary_dim or name.rpartition(".")[2] not in ROTATED:
             return rows
-        spans = rotated_spans(self.head_dim, self.rotary_dim, self.adjacent)
-        return reorder_heads(rows, self.head_dim, spans)
+        gate = self.gated and name.endswith("q_proj")
+        spans = rotated_spans(self.head_dim, self.rotary_dim, self.adjacent, gate)
+        return reorder_heads(rows, spans[-1].stop, spans)
 
     def bind(self, kv: LayerKV) -> None:
         """Sets the cache of this layer."""

@@ -7,7 +7,7 @@ store the projections interleaved by key head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -154,12 +154,16 @@ class GatedDeltaNet:
 
         As in attention, the part before the output projection is a function, so that its tensors are free early.
         """
-        return self.out(self._mix(x, rows, attn))
+        return self.out(self._mix(x, rows, attn, adapters), adapters)
 
-    def _mix(self, x: Tensor, rows: RecurrentRows, attn: Attn) -> Tensor:
+    def list_linears(self) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
+        """Implements ``core.models.interface.AdaptedMixer``."""
+        yield from (("in_proj_qkv", self.qkv), ("", self.gates), ("out_proj", self.out))
+
+    def _mix(self, x: Tensor, rows: RecurrentRows, attn: Attn, adapters: AdapterRows | None) -> Tensor:
         n, r, ops = len(x), self.config, cast(RecurrentOps, self.ops)
         assert self.state.state is not None
-        mixed, gates = self.qkv(x), self.gates(x)
+        mixed, gates = self.qkv(x, adapters), self.gates(x, adapters)
         if hasattr(ops, "delta_net"):
             weights = DeltaNetWeights(self.conv, self.decay, self.shift, self.norm, self.eps, r.key_heads // self.world)
             made = cast(FusedDeltaOps, ops).delta_net(mixed, gates, weights, self.state, rows, attn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -45,10 +45,14 @@ class ShortConvolution:
 
     def __call__(self, x: Tensor, rows: RecurrentRows, attn: Attn, adapters: AdapterRows | None = None) -> Tensor:
         """Computes the layer, [n, hidden] -> [n, hidden] of the backend's dtype, and updates the states of the rows."""
-        return self.out(self._mix(x, rows, attn))
+        return self.out(self._mix(x, rows, attn, adapters), adapters)
 
-    def _mix(self, x: Tensor, rows: RecurrentRows, attn: Attn) -> Tensor:
-        before, behind, inner = self.inputs(x).chunk(3, dim=1)
+    def list_linears(self) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
+        """Implements ``core.models.interface.AdaptedMixer``."""
+        yield from (("in_proj", self.inputs), ("out_proj", self.out))
+
+    def _mix(self, x: Tensor, rows: RecurrentRows, attn: Attn, adapters: AdapterRows | None) -> Tensor:
+        before, behind, inner = self.inputs(x, adapters).chunk(3, dim=1)
         ops = cast(RecurrentOps, self.ops)
         return behind * ops.causal_conv(before * inner, self.filters, None, self.state.conv, rows, attn, "")
 
@@ -111,12 +115,16 @@ class Mamba2:
 
     def __call__(self, x: Tensor, rows: RecurrentRows, attn: Attn, adapters: AdapterRows | None = None) -> Tensor:
         """Computes the layer, [n, hidden] -> [n, hidden] of the backend's dtype, and updates the states of the rows."""
-        return self.out(self._mix(x, rows, attn))
+        return self.out(self._mix(x, rows, attn, adapters), adapters)
 
-    def _mix(self, x: Tensor, rows: RecurrentRows, attn: Attn) -> Tensor:
+    def list_linears(self) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
+        """Implements ``core.models.interface.AdaptedMixer``."""
+        yield from (("in_proj", self.inputs), ("out_proj", self.out))
+
+    def _mix(self, x: Tensor, rows: RecurrentRows, attn: Attn, adapters: AdapterRows | None) -> Tensor:
         n, r, ops = len(x), self.config, cast(RecurrentOps, self.ops)
         assert self.state.state is not None
-        z, inner, dt = torch.split(self.inputs(x), self.sizes, dim=1)
+        z, inner, dt = torch.split(self.inputs(x, adapters), self.sizes, dim=1)
         inner = ops.causal_conv(inner, self.filters, self.bias, self.state.conv, rows, attn, "silu")
         keys = r.key_width // self.world
         values, b, c = torch.split(inner, [self.sizes[0], keys, keys], dim=1)

@@ -180,15 +180,16 @@ class HeadSpan(NamedTuple):
 ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
 
 
-def rotated_spans(head_dim: int, rotary_dim: int, adjacent: bool) -> tuple[HeadSpan, ...]:
+def rotated_spans(head_dim: int, rotary_dim: int, adjacent: bool, gate: bool = False) -> tuple[HeadSpan, ...]:
     """Returns the spans of a head's stored values in the order that rotary ops expect; ``adjacent``: as in
-    ``PartialRotarySource``.
+    ``PartialRotarySource``; ``gate``: True if a gate as wide follows the head.
     """
     middle, half = rotary_dim + (head_dim - rotary_dim) // 2, rotary_dim // 2
     first, second = [HeadSpan(0, half)], [HeadSpan(half, rotary_dim)]
     if adjacent:
         first, second = ([HeadSpan(i, i + 1) for i in range(start, rotary_dim, 2)] for start in range(2))
-    return (*first, HeadSpan(rotary_dim, middle), *second, HeadSpan(middle, head_dim))
+    behind = [HeadSpan(head_dim, 2 * head_dim)] if gate else []
+    return (*first, HeadSpan(rotary_dim, middle), *second, HeadSpan(middle, head_dim), *behind)
 
 
 def reorder_heads(rows: Tensor, head_dim: int, spans: Sequence[HeadSpan]) -> Tensor:
@@ -212,8 +213,9 @@ class PartialRotarySource:
     def __init__(
         self, source: WeightSource, head_dim: int, rotary_dim: int, adjacent: bool = False, gated: bool = False
     ) -> None:
-        self.source, self.head_dim, self.gated = source, head_dim, gated
+        self.source = source
         self.spans = rotated_spans(head_dim, rotary_dim, adjacent)
+        self.query_spans = rotated_spans(head_dim, rotary_dim, adjacent, gated)
 
     def _reorder(self, name: str, part: Tensor) -> Tensor:
         module = name.rpartition(".")[0].rpartition(".")[2]
@@ -224,8 +226,7 @@ class PartialRotarySource:
 
     def _spans(self, module: str) -> tuple[HeadSpan, ...]:
         """Returns the order in which the rows of a head are taken, and of its gate if it has one."""
-        gated = self.gated and module == "q_proj"
-        return (*self.spans, HeadSpan(self.head_dim, 2 * self.head_dim)) if gated else self.spans
+        return self.query_spans if module == "q_proj" else self.spans
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._reorder(name, self.source.take(name, shape))

@@ -89,5 +89,5 @@ FAMILY = Family(
     pooling=None,
     tied=True,
     ignored=lfm2.IGNORED | set(PROCESSOR_KEYS) | {"vision_feature_layer", "tie_embedding", "vocab_size"},
-    adapters=(),
+    adapters=lfm2.FAMILY.adapters,
 )

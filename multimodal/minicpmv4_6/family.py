@@ -7,6 +7,7 @@ from __future__ import annotations
 from trencadis.core.checkpoint.decoder_config_parsers import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
 from trencadis.core.checkpoint.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.family_configs import qwen3_5
 from trencadis.core.family_configs.qwen3_5 import IGNORED, SKIPPED, read_decoder
 from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.minicpmv4_6.config import MiniCPMVisionConfig
@@ -79,5 +80,5 @@ FAMILY = Family(
     ),
     ignored=IGNORED | {"image_size", "video_token_id", "patch_size"},
     skipped=SKIPPED,
-    adapters=(),
+    adapters=qwen3_5.FAMILY.adapters,
 )

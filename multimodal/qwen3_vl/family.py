@@ -22,6 +22,7 @@ from trencadis.core.checkpoint.family import (
     ATTENTION,
     EVERY_PART,
     GENERATE,
+    RECURRENT,
     TOWER,
     Family,
     ParsedConfig,
@@ -193,7 +194,7 @@ QWEN3_5 = Family(
     vision=VISION_SIDE,
     ignored=IGNORED,
     skipped=SKIPPED,
-    adapters=(),
+    adapters=(*EVERY_PART, RECURRENT),
 )
 QWEN3_5_MOE = replace(
     QWEN3_5,
@@ -202,4 +203,5 @@ QWEN3_5_MOE = replace(
     architectures={"Qwen3_5MoeForConditionalGeneration": GENERATE},
     config=describe_qwen3_5_moe,
     ignored=IGNORED | ROUTING,
+    adapters=(ATTENTION, TOWER, RECURRENT),
 )

@@ -11,8 +11,8 @@ import torch
 
 from tests import kernel_kinds
 from tests.fakes import checkpoints
-from tests.fakes.adapters import LANGUAGE, adapter_of
-from tests.families.text_checkpoints import CASES, family_checkpoint
+from tests.fakes.adapters import adapter_of
+from tests.families.text_checkpoints import CASES, FORMS, family_checkpoint
 from tests.lora.conftest import Adapter, Base
 from tests.lora.test_devices import CARDS
 from tests.lora.test_same_tokens import BASE, Merged, prompts, request_of
@@ -20,11 +20,13 @@ from trencadis import LLM, BeamSearchParams, EngineArgs, LLMEngine, LoRARequest,
 from trencadis.backends.cpu import int8_linear
 from trencadis.backends.cpu.native import kernel_table
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.checkpoint.family import MLPS
+from trencadis.core.checkpoint.family import MLPS, RECURRENT
+from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.model_registry import family_of
 from trencadis.core.errors import StartupError
 from trencadis.core.lora.adapter_files import read_adapter
 from trencadis.core.lora.adapter_store import load_matrices
+from trencadis.core.memory.weight_bytes import AdapterSlotSizes, adapter_bytes
 from trencadis.server.cli import main
 
 
@@ -155,22 +157,48 @@ def test_attention_of_models_with_experts(tmp_path: Path, merged: Merged) -> Non
     assert (found[0] - found[1]).abs().max() < 1e-4
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("family", "form"), [case for case in CASES if case[0] not in ("gpt2", "opt")])
+ATTENTION_NAMES = r"self_attn\.(\w+_proj)|mixer\.[qkvo]_proj"
+MLP_NAMES = r"mlp\.\w+_proj|feed_forward\.w[123]|shared_mlp\.\w+_linear|mixer\.(up|down)_proj"
+MIXER_NAMES = r"(linear_attn|conv|mamba|mixer)\.(in|out)_proj\w*"
+QUICK = ("qwen3_5", "lfm2", "granite_hybrid", "nemotron_h", "qwen3_next")
+"""Families with recurrent layers, of whose forms ``make test`` runs the first."""
+
+
+def adapted_names(config: ModelConfig) -> str:
+    """Returns a pattern of the modules that take adapters, by the record of the model's family."""
+    parts, text = family_of(config.architecture).adapters, config.text
+    dense = MLPS in parts and any(text.has_mlp(i) for i in range(text.layers))
+    names = [ATTENTION_NAMES, *([MLP_NAMES] if dense else []), *([MIXER_NAMES] if RECURRENT in parts else [])]
+    return rf".*layers\.\d+\.({'|'.join(names)})"
+
+
+@pytest.mark.parametrize(("family", "form"), [
+    case if case[0] in QUICK and case[1] == next(iter(FORMS[case[0]])) else pytest.param(*case, marks=pytest.mark.long)
+    for case in CASES if case[0] not in ("gpt2", "opt")
+])  # fmt: skip
 def test_every_text_family(tmp_path: Path, merged: Merged, family: str, form: str) -> None:
     """Adapters of the parts that the family's record names; families without such parts are refused by name."""
     checkpoint = family_checkpoint(tmp_path / "base", family=family, form=form)
-    architecture = load_config(checkpoint).architecture
-    parts = family_of(architecture).adapters
-    if not parts:
+    config = load_config(checkpoint)
+    architecture = config.architecture
+    if not family_of(architecture).adapters:
         with pytest.raises(StartupError, match=f"adapters of {architecture} are merged"):
             LLM(str(checkpoint), **BASE)
         return
-    one = adapter_of(checkpoint, tmp_path / "a", LANGUAGE if MLPS in parts else r".*self_attn\.\w+_proj", seed=1)
+    one = adapter_of(checkpoint, tmp_path / "a", adapted_names(config), seed=1)
+    recurrent = config.text.recurrent
+    if recurrent is not None and not recurrent.interleaved:
+        names = {name.split(".")[2] for name in read_adapter(one, config).modules}
+        assert "linear_attn" in names and "self_attn" in names
     found = []
     for path, asked in ((checkpoint, one), (merged(checkpoint, one), None), (checkpoint, None)):
         llm = LLM(str(path), **BASE)
         found.append(logprobs_of(llm, prompts(3, 50)[2], asked))
+        if asked is not None:
+            layers = llm.engine.executor._rank.adapters.layers  # type: ignore[attr-defined]
+            values = sum(len(one.parts) * one.inputs + sum(part.width for part in one.parts) for one in layers)
+            assert adapter_bytes(config, 4, 1, AdapterSlotSizes(1, 16)) == 4 * (16 * values + 1)
+            assert (found[0] - logprobs_of(llm, prompts(3, 50)[2], asked)).abs().max() < 1e-4, "from cached states"
         llm.close()
     assert (found[0] - found[1]).abs().max() < 1e-4
     assert (found[0] - found[2]).abs().max() > 1e-2, "the adapter changes the answers"
@@ -246,3 +274,46 @@ def test_the_plan_shows_the_slots(base: Base, capsys: pytest.CaptureFixture[str]
     assert "adapters" in capsys.readouterr().out
     assert main.main(words) == 0
     assert "adapters" not in capsys.readouterr().out
+
+
+PLACES: dict[str, dict[str, Any]] = {**CARDS, "two ranks": {"tensor_parallel_size": 2}}
+STAGES = "two stages"
+FORM_OF = {
+    ("granite_hybrid", "two ranks"): "experts, two groups, rotary, biases",
+    ("qwen3_5", STAGES): "tied, first and last attend, a head each",
+}
+"""Forms whose heads two ranks can share, and that have attention in both stages; elsewhere the first one."""
+QUICK_PLACES = (("lfm2", "cuda twin"), ("nemotron_h", "emulated hpu"))
+
+
+@pytest.mark.parametrize(("family", "place"), [
+    (family, place) if (family, place) in QUICK_PLACES else pytest.param(family, place, marks=pytest.mark.long)
+    for family, place in [*((family, place) for family in QUICK for place in PLACES), ("qwen3_5", STAGES)]
+])  # fmt: skip
+def test_recurrent_layers_on_every_device(
+    tmp_path: Path, merged: Merged, monkeypatch: pytest.MonkeyPatch, family: str, place: str
+) -> None:
+    """An adapter, another one and the base in one batch, each of which goes on after its prompt."""
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    if place == "compiled hpu":
+        monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
+    form = FORM_OF.get((family, place)) or next(iter(FORMS[family]))
+    checkpoint = family_checkpoint(tmp_path / "base", family=family, form=form)
+    names = adapted_names(load_config(checkpoint))
+    own = [adapter_of(checkpoint, tmp_path / str(seed), names, seed=seed, rank=4 * seed) for seed in (1, 2)]
+    prompt = {"prompt_token_ids": list(prompts(3, 50)[2])}
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+
+    def answers(path: Path, asked: list[Path | None], **flags: Any) -> list[tuple[list[int], list[float]]]:
+        llm = LLM(str(path), **{**BASE, "max_loras": 2, **flags})
+        made = llm.generate([prompt] * len(asked), params, use_tqdm=False, lora_request=[*map(request_of, asked)])
+        llm.engine.scheduler.check()
+        llm.close()
+        outs = [one.outputs[0] for one in made]
+        return [([*o.token_ids], [next(iter(v.values())).logprob for v in o.logprobs or []]) for o in outs]
+
+    found = answers(checkpoint, [own[0], None, own[1], own[0]], **PLACES.get(place, {"pipeline_parallel_size": 2}))
+    wants = [answers(path, [None])[0] for path in (merged(checkpoint, own[0]), checkpoint, merged(checkpoint, own[1]))]
+    for (tokens, values), (want, scores) in zip(found, [*wants, wants[0]], strict=True):
+        assert tokens == want and np.allclose(values, scores, atol=1e-3)
+    assert len({tuple(tokens) for tokens, _ in found}) == 3
