@@ -12,9 +12,12 @@ import torch
 
 from tests.fakes.adapters import LANGUAGE, TOWER, adapter_of, matrices, write_adapter
 from tests.lora.conftest import Adapter, Base
+from tests.lora.test_other_bases import adapted_names
 from tests.lora.test_same_tokens import Merged, request_of
 from tests.oracles.transformers_model import Oracle, assert_same, make_image
+from tests.vision import vision_checkpoints
 from tests.vision.all_families.family_list import WRITERS
+from tests.vision.extra_families.minicpmv import minicpmv
 from tests.vision.family_harness import FamilyHarness
 from trencadis import LLM, SamplingParams
 from trencadis.core.buckets import LORA, Bucket, Stage
@@ -107,6 +110,43 @@ def test_rows_of_every_family(
     path = WRITERS[family](tmp_path_factory.mktemp(family))
     assert TOWER_PART in family_of(load_config(path).architecture).adapters
     hold_rows(path, adapter, merged, device)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["cpu", "hpu", "twin"])
+def test_rows_beside_recurrent_layers(
+    tmp_path_factory: pytest.TempPathFactory, adapter: Adapter, merged: Merged, device: str
+) -> None:
+    hold_rows(vision_checkpoints.qwen3_5(tmp_path_factory.mktemp("qwen3_5")), adapter, merged, device)
+
+
+MIXED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "Qwen3.5": (vision_checkpoints.qwen3_5, TOWER),
+    "LFM2-VL": (vision_checkpoints.lfm2_vl, ""),
+    "MiniCPM-V 4.6": (minicpmv, ""),
+}
+"""Models with recurrent layers and images: their checkpoint, and the names of their tower that take adapters."""
+
+
+@pytest.mark.parametrize("family", [f if f == "LFM2-VL" else pytest.param(f, marks=pytest.mark.long) for f in MIXED])
+def test_images_of_models_with_recurrent_layers(tmp_path: Path, merged: Merged, family: str) -> None:
+    write, tower = MIXED[family]
+    path = write(tmp_path / "base")
+    names = adapted_names(load_config(path))
+    one = adapter_of(path, tmp_path / "a", rf"(?!.*(vision|visual)){names}|{tower or 'none'}", seed=1)
+    image = make_image(np.random.default_rng(1), low=60, high=120, aspect=2)
+    parts = [{"type": "image", "image": image}, {"type": "text", "text": "What is in the picture?"}]
+    chat: list[Any] = [{"role": "user", "content": parts}]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+    found, flags = [], {name: value for name, value in BASE.items() if name != "mm_processor_kwargs"}
+    for folder, kinds in ((path, [one, None]), (merged(path, one), [None])):
+        llm = LLM(str(folder), **flags)
+        made = llm.chat([chat] * len(kinds), params, use_tqdm=False, lora_request=[*map(request_of, kinds)])
+        found += [one.outputs[0] for one in made]
+        llm.close()
+    scores = [[next(iter(v.values())).logprob for v in out.logprobs or []] for out in found]
+    assert found[0].token_ids == found[2].token_ids != found[1].token_ids
+    np.testing.assert_allclose(scores[0], scores[2], atol=1e-3)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
