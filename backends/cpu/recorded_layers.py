@@ -6,9 +6,10 @@ number of rows records the calls and their arguments; later ones copy their inpu
 library makes all calls. They are the same calls, so that no bit changes. Launches with adapters have recordings of
 their own: the runs of rows with one adapter each are an input, and A and B are read where the slots are.
 
-Only layers whose work the library does are recorded. If torch computes anything in one, launches run call by call:
-in float32, whose norms are torch's, with an 8-bit KV cache, experts or norms of queries and keys, and with several
-ranks, whose sums Python exchanges. A recording holds the tensors of one layer: 40 KB a row at a width of 896.
+Neighbours of one kind are recorded together: those with attention over the same tokens, or with a recurrent state.
+Only layers whose work the library does are recorded. If torch computes anything in one, it runs call by call: in
+float32, whose norms are torch's, with an 8-bit KV cache or experts, and with several ranks, whose sums Python
+exchanges. A recording holds the tensors of one layer: 40 KB a row at a width of 896.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar, cast
 
 import torch
@@ -29,17 +31,20 @@ from trencadis.backends.cpu.native.attention_and_row_kernels import SingleTokenR
 from trencadis.backends.cpu.native.ctypes_structs import (
     AttendLayout,
     AttendRowsLayout,
+    DeltaNetLayout,
     ReplayedCall,
     ReplayedLaunchLayout,
     RotaryLayout,
 )
 from trencadis.backends.cpu.native.kernel_threads import Calls
 from trencadis.core.device.backend import AdapterRows, Attn, LayerKV, Rotary
+from trencadis.core.device.launch_tensors import RecurrentRows
+from trencadis.core.models.interface import RecurrentState
 
 MOST_ROWS = 16
 """Rows of the largest launch that is recorded: products take longer than Python beyond."""
 
-LINEAR, ROWS, ROTARY, ATTEND, DENSE, ADAPTERS, HEADS = range(7)
+LINEAR, ROWS, ROTARY, ATTEND, DENSE, ADAPTERS, HEADS, DELTA_NET = range(8)
 """Numbers of the functions in replay.h."""
 
 aten = torch.ops.aten
@@ -52,6 +57,8 @@ ALLOCATIONS = frozenset({
 T = TypeVar("T")
 S = TypeVar("S", bound=ctypes.Structure)
 Argument = int | float | None
+Place = Rotary | RecurrentRows
+"""What a layer takes beside the stream: a recurrent one its rows, others the rotary factors."""
 LayerOutputs = tuple[Tensor, Tensor | None]
 """Output and residual stream of a layer, [n, hidden] each."""
 
@@ -80,7 +87,7 @@ class CallRecorder:
             adapters=self._adapters, head_norms=self._head_norms, gated_norm=other(self._real.gated_norm),
             flash=other(self._real.flash),
             convolve=other(self._real.convolve), delta_rule=other(self._real.delta_rule),
-            delta_net=other(self._real.delta_net), pack=other(self._real.pack),
+            delta_net=self._delta_net, pack=other(self._real.pack),
         )  # fmt: skip
 
     def _other(self, call: Callable[..., T]) -> Callable[..., T]:
@@ -132,6 +139,11 @@ class CallRecorder:
         own = self._copy(RotaryLayout, at)
         self._keep(ROTARY, (ctypes.addressof(own), *args[:-1]))
         self._real.rotate(at, *args)
+
+    def _delta_net(self, at: int, *args: int) -> int:
+        own = self._copy(DeltaNetLayout, at)
+        self._keep(DELTA_NET, (ctypes.addressof(own), *args[:-1]))
+        return self._real.delta_net(at, *args)
 
     def _attend(self, at: int, *args: int) -> int:
         own = self._copy(AttendLayout, at)
@@ -198,9 +210,10 @@ def _has_storage(value: object) -> TypeGuard[Tensor]:
 
 
 class CachedAttention(Protocol):
-    """The attention of a layer, bound to its KV cache."""
+    """The attention of a layer, bound to its KV cache, or the recurrent layer in its place, bound to its states."""
 
     kv: LayerKV
+    state: RecurrentState
 
 
 class Layer(Protocol):
@@ -212,23 +225,36 @@ class Layer(Protocol):
     attention: CachedAttention
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn, *rows: AdapterRows
+        self, x: Tensor, residual: Tensor | None, place: Place, attn: Attn, *rows: AdapterRows
     ) -> LayerOutputs: ...
 
 
 class LaunchInputs(NamedTuple):
-    """Tensors that all layers of a launch read: the stream, its rotary factors and the slots of its keys."""
+    """Tensors that all layers of a launch read: the stream, and where its tokens stand."""
 
     x: Tensor
     residual: Tensor | None
-    cos: Tensor
-    sin: Tensor
-    slot: Tensor
+    shared: tuple[Tensor, ...]
+    """Rotary factors and the slots of keys, or the fields of ``RecurrentRows``."""
+
+    def copy(self) -> LaunchInputs:
+        """Returns copies of all tensors."""
+        residual = None if self.residual is None else self.residual.clone()
+        return LaunchInputs(self.x.clone(), residual, tuple(one.clone() for one in self.shared))
+
+    def fill(self, given: LaunchInputs) -> None:
+        """Copies the values of another launch into these tensors."""
+        self.x.copy_(given.x)
+        if self.residual is not None and given.residual is not None:
+            self.residual.copy_(given.residual)
+        for own, now in zip(self.shared, given.shared, strict=True):
+            own.copy_(now)
 
 
-def inputs_of(x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn) -> LaunchInputs:
+def inputs_of(x: Tensor, residual: Tensor | None, place: Place, attn: Attn) -> LaunchInputs:
     """Returns the inputs of a launch."""
-    return LaunchInputs(x, residual, rotary.cos, rotary.sin, attn.slot_map)
+    shared = tuple(place) if isinstance(place, RecurrentRows) else (place.cos, place.sin, attn.slot_map)
+    return LaunchInputs(x, residual, shared)
 
 
 class RecordedLaunch:
@@ -240,14 +266,15 @@ class RecordedLaunch:
         plans: which rows each number in the calls stands for.
         out: what the layers return.
         memory: of all tensors in between.
+        attn: attention inputs whose other tensors are the same in all launches of so many rows.
     """
 
     def __init__(
         self, inputs: LaunchInputs, recorder: CallRecorder, plans: Sequence[PlanKey], out: LayerOutputs,
-        memory: ReusedMemory,
+        memory: ReusedMemory, attn: CpuAttn,
     ) -> None:  # fmt: skip
         self._inputs, self._plans, self._out = inputs, plans, out
-        self._held = recorder.structures, memory
+        self._held = recorder.structures, memory, attn.row_start
         self._calls = (ReplayedCall * len(recorder.calls))(*recorder.calls)
         self._rows = (AttendRowsLayout * max(len(plans), 1))()
 
@@ -262,9 +289,7 @@ class RecordedLaunch:
         Raises:
             MemoryError: a call found no memory for its sums.
         """
-        for own, now in zip(self._inputs, inputs, strict=True):
-            if own is not None and now is not None:
-                own.copy_(now)
+        self._inputs.fill(inputs)
         for place, key in enumerate(self._plans):
             rows = get_plan(attn, attn.block_size, *key).singles
             assert rows is not None
@@ -292,21 +317,29 @@ def record(
     layers: Sequence[Layer], given: LaunchInputs, attn: CpuAttn, adapters: Sequence[CpuAdapterRows] = ()
 ) -> tuple[LayerOutputs, RecordedLaunch | None]:
     """Runs layers and records their calls. None: they do what cannot be made again."""
-    own = LaunchInputs(*(None if one is None else one.clone() for one in given))  # type: ignore[arg-type]
-    held = attn._replace(slot_map=own.slot)
-    held.block_size, held.plans = attn.block_size, attn.plans
+    own = given.copy()
+    held, place = _take_inputs(own, attn, layers[0].recurrent)
     memory = ReusedMemory()
     recorder, computing = CallRecorder(kernel_threads.calls()), ComputingOps(memory)
     kernel_threads.launches.recorder = recorder.functions()
     try:
         with computing:
-            out = run_layers(layers, own.x, own.residual, Rotary(own.cos, own.sin), held, *adapters)
+            out = run_layers(layers, own.x, own.residual, place, held, *adapters)
     finally:
         kernel_threads.launches.recorder = None
     plans = _name_rows(recorder, held)
     if computing.found or not recorder.complete or plans is None:
         return out, None
-    return out, RecordedLaunch(own, recorder, plans, out, memory)
+    return out, RecordedLaunch(own, recorder, plans, out, memory, held)
+
+
+def _take_inputs(own: LaunchInputs, attn: CpuAttn, recurrent: bool) -> tuple[CpuAttn, Place]:
+    """Returns the attention inputs and places of layers that read the tensors of a recording."""
+    held = attn._replace(row_start=attn.row_start.clone())
+    if not recurrent:
+        held = held._replace(slot_map=own.shared[2])
+    held.block_size, held.plans = attn.block_size, attn.plans
+    return held, RecurrentRows(*own.shared) if recurrent else Rotary(*own.shared[:2])
 
 
 def _name_rows(recorder: CallRecorder, attn: CpuAttn) -> Sequence[PlanKey] | None:
@@ -325,11 +358,11 @@ def _name_rows(recorder: CallRecorder, attn: CpuAttn) -> Sequence[PlanKey] | Non
 
 
 def run_layers(
-    layers: Sequence[Layer], x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn, *adapters: AdapterRows
+    layers: Sequence[Layer], x: Tensor, residual: Tensor | None, place: Place, attn: Attn, *adapters: AdapterRows
 ) -> LayerOutputs:
     """Runs layers one after another."""
     for layer in layers:
-        x, residual = layer(x, residual, rotary, attn, *adapters)
+        x, residual = layer(x, residual, place, attn, *adapters)
     return x, residual
 
 
@@ -339,35 +372,34 @@ class RecordedLayers:
     There is a recording for each number of rows, with adapters and without.
 
     Args:
-        layers: those of ``can_record``.
+        layers: a part of ``split_by_kind``.
     """
 
-    recurrent = False
-
     def __init__(self, layers: Sequence[Layer]) -> None:
-        self._layers = layers
-        self.local, self.causal, self.attention = layers[0].local, layers[0].causal, layers[0].attention
+        self._layers, first = layers, layers[0]
+        self.recurrent, self.local, self.causal = first.recurrent, first.local, first.causal
+        self.attention = first.attention
         self._known: dict[tuple[int, bool, bool], RecordedLaunch | None] = {}
         """Recordings by the number of rows, and by whether there are a residual stream, and adapters; None: not yet."""
         self._caches: tuple[object, ...] = ()
-        """KV caches of the layers when they were recorded, whose addresses are in the calls."""
+        """KV caches or states of the layers when they were recorded, whose addresses are in the calls."""
         self._plain: set[bool] = set()
         """Launches that are never recorded: with adapters (True), or without."""
         self.replays = 0
         """Launches that were replayed."""
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn, *rows: AdapterRows
+        self, x: Tensor, residual: Tensor | None, place: Place, attn: Attn, *rows: AdapterRows
     ) -> LayerOutputs:
         assert isinstance(attn, CpuAttn)
-        adapted = bool(rows)
-        if adapted in self._plain or rotary.query_scale is not None or bounds_checks.enabled():
-            return run_layers(self._layers, x, residual, rotary, attn, *rows)
+        adapted, scaled = bool(rows), isinstance(place, Rotary) and place.query_scale is not None
+        if adapted in self._plain or scaled or bounds_checks.enabled():
+            return run_layers(self._layers, x, residual, place, attn, *rows)
         self._forget_other_caches()
-        inputs, key = inputs_of(x, residual, rotary, attn), (len(x), residual is None, adapted)
+        inputs, key = inputs_of(x, residual, place, attn), (len(x), residual is None, adapted)
         if key not in self._known:
             self._known[key] = None
-            return run_layers(self._layers, x, residual, rotary, attn, *rows)
+            return run_layers(self._layers, x, residual, place, attn, *rows)
         known, adapters = self._known[key], cast("tuple[CpuAdapterRows, ...]", rows)
         if known is None:
             out, self._known[key] = record(self._layers, inputs, attn, adapters)
@@ -379,16 +411,16 @@ class RecordedLayers:
 
     def _forget_other_caches(self) -> None:
         """Drops all recordings if the layers were bound to other caches meanwhile."""
-        caches = tuple(layer.attention.kv for layer in self._layers)
+        caches = tuple(x.attention.state if x.recurrent else x.attention.kv for x in self._layers)
         if len(caches) != len(self._caches) or any(a is not b for a, b in zip(caches, self._caches, strict=True)):
             self._caches = caches
             self._known.clear()
 
 
-def can_record(layers: Sequence[Layer]) -> bool:
-    """Returns True for layers that read the same rotary factors and attention inputs, and keep no recurrent state."""
-    first = layers[0]
-    return all(not x.recurrent and (x.local, x.causal) == (first.local, first.causal) for x in layers)
+def split_by_kind(layers: Sequence[Layer]) -> list[Sequence[Layer]]:
+    """Cuts layers where neighbours differ in what they read: states, or rotary factors and attention inputs."""
+    kinds = groupby(layers, key=lambda layer: (layer.recurrent, layer.local, layer.causal))
+    return [list(some) for _, some in kinds]
 
 
 def decodes_few(attn: Attn) -> bool:
@@ -416,6 +448,6 @@ class ReplayOps:
             return layers
         known = self.recorded.get(id(layers))
         if known is None:
-            made: Sequence[Layer] = [RecordedLayers(layers)] if can_record(layers) else layers
+            made = [RecordedLayers(some) for some in split_by_kind(layers)]
             known = self.recorded[id(layers)] = (layers, made)
         return known[1]

@@ -15,6 +15,7 @@ import torch
 from tests import kernel_kinds
 from tests.fakes import checkpoints
 from tests.fakes.adapters import adapter_of
+from tests.families.text_checkpoints import family_checkpoint
 from trencadis import LLM, LoRARequest, SamplingParams
 from trencadis.backends.cpu.attention_plan import CpuAttn
 from trencadis.backends.cpu.native import kernel_threads
@@ -134,6 +135,23 @@ def test_norms_of_queries_and_keys_are_recorded(make: Make, tmp_path: Path) -> N
     assert group.replays > 20
     ops_of(llm).records = False
     assert [answer(llm, rows, rows) for rows in (1, 3)] == found
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "int8", "threads"])
+def test_recurrent_layers_are_recorded_between_those_with_attention(form: str, make: Make, tmp_path: Path) -> None:
+    """Rows leave and come, so that a row of a recording has other states each time."""
+    sizes = dict(linear_key_head_dim=16, linear_value_head_dim=16, num_hidden_layers=6, layer_types=None)
+    sizes["layer_types"] = [*["linear_attention"] * 3, "full_attention", *["linear_attention"] * 2]
+    family_checkpoint(tmp_path / "c", family="qwen3_5", form="one layer of four attends", **sizes)
+    llm = make(tmp_path / "c", **FORMS[form])
+    ops_of(llm).records = False
+    plain = [answer(llm, rows, rows) for rows in (1, 2, 5)]
+    ops_of(llm).records = True
+    for again in range(2):
+        assert [answer(llm, rows, rows) for rows in (1, 2, 5)] == plain, again
+    first, attending, last = groups_of(llm)
+    assert first.recurrent and last.recurrent and not attending.recurrent
+    assert min(first.replays, last.replays) > 60 and not first._plain
 
 
 @pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32])

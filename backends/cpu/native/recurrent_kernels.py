@@ -77,7 +77,7 @@ def delta_net(
         return None
     if any(t.dtype != kind for t in (gates, w.conv, w.norm, held.conv)) or x.stride(1) != 1 or gates.stride(1) != 1:
         return None
-    if not all(t.is_contiguous() for t in (w.conv, w.norm, held.conv, state)) or int(rows.count.sum()) < n:
+    if not all(t.is_contiguous() for t in (w.conv, w.norm, held.conv, state)) or _tokens(rows) < n:
         return None
     _check_slots(rows, len(state))
     itemsize = kind.itemsize
@@ -94,9 +94,14 @@ def delta_net(
     return out
 
 
+def _tokens(rows: RecurrentRows) -> int:
+    """Counts the tokens that are not padding; by numpy, since a launch in which torch computes is not recorded."""
+    return int(rows.count.numpy().sum())
+
+
 def _new_output(x: Tensor, rows: RecurrentRows) -> Tensor:
     """Returns memory for results of x's shape; zeros if the launch has padding, which kernels do not write."""
-    padded = int(rows.count.sum()) < len(x)
+    padded = _tokens(rows) < len(x)
     return x.new_zeros(x.shape) if padded else x.new_empty(x.shape)
 
 

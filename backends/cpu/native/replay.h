@@ -6,7 +6,7 @@
 #include "panels.h"
 
 /* Functions that are recorded. */
-enum { CALL_LINEAR, CALL_ROWS, CALL_ROTARY, CALL_ATTEND, CALL_DENSE, CALL_ADAPTERS, CALL_HEADS };
+enum { CALL_LINEAR, CALL_ROWS, CALL_ROTARY, CALL_ATTEND, CALL_DENSE, CALL_ADAPTERS, CALL_HEADS, CALL_DELTA_NET };
 
 /* A call: the function's arguments in its own order, without floats and without the number of threads. */
 typedef struct {
