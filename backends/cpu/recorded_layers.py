@@ -44,7 +44,7 @@ from trencadis.core.models.interface import RecurrentState
 MOST_ROWS = 16
 """Rows of the largest launch that is recorded: products take longer than Python beyond."""
 
-LINEAR, ROWS, ROTARY, ATTEND, DENSE, ADAPTERS, HEADS, DELTA_NET = range(8)
+LINEAR, ROWS, ROTARY, ATTEND, DENSE, ADAPTERS, HEADS, DELTA_NET, GATE = range(9)
 """Numbers of the functions in replay.h."""
 
 aten = torch.ops.aten
@@ -84,7 +84,8 @@ class CallRecorder:
         other = self._other
         return self._real._replace(
             linear=self._linear, rows=self._rows, rotate=self._rotate, attend=self._attend, dense=self._dense,
-            adapters=self._adapters, head_norms=self._head_norms, gated_norm=other(self._real.gated_norm),
+            adapters=self._adapters, head_norms=self._head_norms, gate_heads=self._gate_heads,
+            gated_norm=other(self._real.gated_norm),
             flash=other(self._real.flash),
             convolve=other(self._real.convolve), delta_rule=other(self._real.delta_rule),
             delta_net=self._delta_net, pack=other(self._real.pack),
@@ -119,6 +120,10 @@ class CallRecorder:
         *first, eps, kind, kernels, _ = args
         self._keep(HEADS, (*first, kind, kernels), eps)
         self._real.head_norms(*args)
+
+    def _gate_heads(self, *args: Argument) -> None:
+        self._keep(GATE, args[:-1])
+        self._real.gate_heads(*args)
 
     def _dense(self, *args: Argument) -> int:
         *first, scale, kernels, _ = args
@@ -222,7 +227,7 @@ class Layer(Protocol):
     recurrent: bool
     local: bool
     causal: bool
-    attention: CachedAttention
+    attention: CachedAttention | None
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, place: Place, attn: Attn, *rows: AdapterRows
@@ -411,10 +416,17 @@ class RecordedLayers:
 
     def _forget_other_caches(self) -> None:
         """Drops all recordings if the layers were bound to other caches meanwhile."""
-        caches = tuple(x.attention.state if x.recurrent else x.attention.kv for x in self._layers)
+        caches = tuple(_cache_of(layer) for layer in self._layers)
         if len(caches) != len(self._caches) or any(a is not b for a, b in zip(caches, self._caches, strict=True)):
             self._caches = caches
             self._known.clear()
+
+
+def _cache_of(layer: Layer) -> LayerKV | RecurrentState | None:
+    """Returns the cache or the states that a layer is bound to; None for an MLP alone."""
+    if layer.attention is None:
+        return None
+    return layer.attention.state if layer.recurrent else layer.attention.kv
 
 
 def split_by_kind(layers: Sequence[Layer]) -> list[Sequence[Layer]]:

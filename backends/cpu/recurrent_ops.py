@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.backends.cpu.native import recurrent_kernels
+from trencadis.backends.cpu.native import attention_and_row_kernels, recurrent_kernels
 from trencadis.backends.cpu.native.attention_and_row_kernels import gated_norm
 from trencadis.backends.cpu.native.kernel_table import KernelTable
 from trencadis.core.device.backend import Ops
@@ -186,6 +186,11 @@ class RecurrentKernelOps(RecurrentReference):
     def gated_norm(self, y: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
         made = gated_norm(y, weight, eps, gate, self.table)
         return super().gated_norm(y, weight, eps, gate) if made is None else made
+
+    def gate_heads(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Implements ``core.models.interface.GatingOps``."""
+        made = attention_and_row_kernels.gate_heads(x, gate, self.table)
+        return x * gate.sigmoid() if made is None else made
 
     def delta_net(
         self, x: Tensor, gates: Tensor, w: DeltaNetWeights, held: RecurrentState, rows: RecurrentRows, attn: Attn

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Attn, Backend, LayerKV, Rotary, SinksArgument
 from trencadis.core.kv_cache_format import KVFormat
+from trencadis.core.models.interface import GatingOps
 from trencadis.core.models.kv_cache_quantisation import pairs_of, static_of
 from trencadis.core.models.linear_and_embedding import (
     ColumnParallelLinear,
@@ -33,7 +34,7 @@ class SharedAttention(NamedTuple):
 
 
 class ProjectedHeads(NamedTuple):
-    """Queries [n, h, d], keys and values [n, g, d], and the gate of the output, [n, h * d] or None."""
+    """Queries [n, h, d], keys and values [n, g, d], and the gate of the output, [n, h, d] or None."""
 
     q: Tensor
     k: Tensor
@@ -136,8 +137,11 @@ class Attention:
     def _weigh_values(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, attn: Attn) -> Tensor:
         """Returns the values weighted by attention and by the gate, if there is one: [n, heads * d]."""
         attended = self.ops.attend(q, k, v, self.kv, attn, self.scale, *self.window, **self.sinks)
-        attended = attended.reshape(len(q), -1)
-        return attended if gate is None else attended * gate.sigmoid()
+        if gate is None:
+            return attended.reshape(len(q), -1)
+        if hasattr(self.ops, "gate_heads"):
+            return cast(GatingOps, self.ops).gate_heads(attended, gate).view(len(q), -1)
+        return attended.reshape(len(q), -1) * gate.reshape(len(q), -1).sigmoid()
 
     def _project(self, x: Tensor, rotary: Rotary, attn: Attn, rows: AdapterRows | None) -> ProjectedHeads:
         """Returns queries, keys and values, rotated and stored, and the gate of the output."""
@@ -148,9 +152,9 @@ class Attention:
         v = k if self.keys_as_values else own[0]
         d, gate = self.head_dim, None
         if self.gated:
-            q, gate = (part.reshape(n, -1) for part in q.view(n, -1, 2, d).unbind(2))
+            q, gate = q.view(n, -1, 2, d).unbind(2)  # their heads lie apart
         if self.joint_norms:
-            q, k = self.joint_norms[0].joint(q), self.joint_norms[1].joint(k)
+            q, k = self.joint_norms[0].joint(q.reshape(n, -1)), self.joint_norms[1].joint(k)
         q, k, v = q.view(n, -1, d), k.view(n, -1, d), v.view(n, -1, d)
         if self.norms is not None:
             q, k = self.norms[0].heads(q), self.norms[1].heads(k)

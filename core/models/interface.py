@@ -138,6 +138,14 @@ class HeadNormOps(Protocol):
         ...
 
 
+class GatingOps(Protocol):
+    """Additional method of ``Ops`` for devices that take gates from wider rows without a copy."""
+
+    def gate_heads(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Returns x [n, heads, width] times the sigmoid of ``gate``, whose heads may be slices of wider rows."""
+        ...
+
+
 class PenalisingOps(Protocol):
     """Additional method of ``Ops`` if the policy sets ``penalised_head``."""
 

@@ -149,9 +149,24 @@ def test_recurrent_layers_are_recorded_between_those_with_attention(form: str, m
     ops_of(llm).records = True
     for again in range(2):
         assert [answer(llm, rows, rows) for rows in (1, 2, 5)] == plain, again
-    first, attending, last = groups_of(llm)
-    assert first.recurrent and last.recurrent and not attending.recurrent
-    assert min(first.replays, last.replays) > 60 and not first._plain
+    groups = groups_of(llm)
+    assert [group.recurrent for group in groups] == [True, False, True]
+    assert min(group.replays for group in groups) > 60
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [16, 40])
+def test_gates_of_heads_that_lie_apart(width: int, dtype: torch.dtype) -> None:
+    """Within a rounding of the gate and one of the result; a gate of any size is finite."""
+    ops, generator = CpuOps(), torch.Generator().manual_seed(width)
+    wide = 4 * torch.randn((5, 3, 2, width), generator=generator).to(dtype)
+    wide[0, 0, 1, :2] = torch.tensor([-60000.0, 60000.0])
+    x = torch.randn((5, 3, width), generator=generator).to(dtype)
+    _, gate = wide.unbind(2)
+    made = ops.gate_heads(x, gate)
+    step = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-6
+    torch.testing.assert_close(made.double(), x.double() * gate.double().sigmoid(), rtol=2 * step, atol=1e-6)
+    assert torch.equal(ops.gate_heads(x[1:2], gate[1:2]), made[1:2]), "a row depends on itself alone"
 
 
 @pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32])

@@ -56,17 +56,32 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, tab
 
 
 def norm_heads(x: Tensor, weight: Tensor, eps: float, table: KernelTable) -> Tensor | None:
-    """Returns the norm of each head of x [n, heads, width], whose tokens may lie apart; see ``rms_norm``."""
+    """Returns the norm of each head of x [n, heads, width], which may lie apart; see ``rms_norm``."""
     n, heads, width = x.shape
     wide = weight.dtype != x.dtype
     if (Op.ROWWISE, DTYPE_NAMES.get(x.dtype, "")) not in table.rows or (wide and weight.dtype != torch.float32):
         return None
-    if x.stride()[1:] != (width, 1):
+    if x.stride(2) != 1:
         return None
     out = x.new_empty((n, heads, width))
     kernel_threads.calls().head_norms(
         WIDE_NORM if wide else RMS_NORM, x.data_ptr(), weight.data_ptr(), out.data_ptr(), n * heads, width, heads,
-        x.stride(0), eps, TYPES[x.dtype], table.number, kernel_threads.launch_threads(),
+        x.stride(0), x.stride(1), eps, TYPES[x.dtype], table.number, kernel_threads.launch_threads(),
+    )  # fmt: skip
+    return out
+
+
+def gate_heads(x: Tensor, gate: Tensor, table: KernelTable) -> Tensor | None:
+    """Returns x [n, heads, width] times the sigmoid of ``gate``, whose heads may lie apart; None: torch must do it."""
+    n, heads, width = x.shape
+    if (Op.ROWWISE, DTYPE_NAMES.get(x.dtype, "")) not in table.rows or gate.dtype != x.dtype:
+        return None
+    if not x.is_contiguous() or gate.stride(2) != 1:
+        return None
+    out = x.new_empty((n, heads, width))
+    kernel_threads.calls().gate_heads(
+        x.data_ptr(), gate.data_ptr(), out.data_ptr(), n * heads, width, heads, gate.stride(0), gate.stride(1),
+        TYPES[x.dtype], table.number, kernel_threads.launch_threads(),
     )  # fmt: skip
     return out
 

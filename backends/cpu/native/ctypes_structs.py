@@ -147,7 +147,7 @@ class ReplayedCall(ctypes.Structure):
 
     _fields_ = [
         ("function", ctypes.c_int64),
-        ("arguments", ctypes.c_int64 * 10),
+        ("arguments", ctypes.c_int64 * 11),
         ("rows", ctypes.c_int64),
         ("real", ctypes.c_float),
         ("unused", ctypes.c_int32),

@@ -28,7 +28,10 @@ EXPORT int trencadis_panels_linear(const PanelWeight *w, const void *x, void *ou
 EXPORT void trencadis_panels_rows(int op, void *x, const void *residual, const void *weight, void *out, int64_t n,
                                   int64_t width, float eps, int type, int kind, int threads);
 EXPORT void trencadis_head_norms(int op, const void *x, const void *weight, void *out, int64_t n, int64_t width,
-                                 int64_t heads, int64_t stride, float eps, int type, int kind, int threads);
+                                 int64_t heads, int64_t stride, int64_t step, float eps, int type, int kind,
+                                 int threads);
+EXPORT void trencadis_gate_heads(const void *x, const void *gate, void *out, int64_t n, int64_t width, int64_t heads,
+                                 int64_t stride, int64_t step, int type, int kind, int threads);
 EXPORT void trencadis_gated_norm(const void *x, const void *weight, const void *gate, void *out, int64_t n,
                                  int64_t width, int64_t heads, int64_t stride, float eps, int type, int kind,
                                  int threads);

@@ -52,6 +52,7 @@ class Calls(NamedTuple):
     linear: Callable[..., int]
     rows: Callable[..., None]
     head_norms: Callable[..., None]
+    gate_heads: Callable[..., None]
     gated_norm: Callable[..., None]
     attend: Callable[..., int]
     flash: Callable[..., int]
@@ -106,7 +107,8 @@ def _bound_calls() -> Calls:
     return Calls(
         linear=_bind("panels_linear", number, pointer, pointer, pointer, size, number, number, number),
         rows=_bind("panels_rows", None, number, *four, size, size, real, number, number, number),
-        head_norms=_bind("head_norms", None, number, *four[1:], size, size, size, size, real, number, number, number),
+        head_norms=_bind("head_norms", None, number, *four[1:], *[size] * 5, real, number, number, number),
+        gate_heads=_bind("gate_heads", None, *four[1:], *[size] * 5, number, number, number),
         gated_norm=_bind("gated_norm", None, *four, size, size, size, size, real, number, number, number),
         attend=_bind("panels_attend", number, pointer, number, number),
         flash=_bind("flash", number, pointer, number, number),

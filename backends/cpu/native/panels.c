@@ -196,17 +196,18 @@ static void row_work(void *data, int64_t first, int64_t last, int64_t thread) {
 EXPORT void trencadis_panels_rows(int op, void *x, const void *residual, const void *weight, void *out, int64_t n,
                                   int64_t width, float eps, int type, int kind, int threads) {
     panels_count(ROWS_OPS, kind);
-    const Rows rows = {op, x, residual, weight, out, width, eps, type, NULL, 1, 0};
+    const Rows rows = {op, x, residual, weight, out, width, eps, type, NULL, 1, 0, 0};
     RowCall call = {&rows, panels_kernels(kind)};
     pool_run(row_work, &call, n, 0, 0, pool_threads(n * width / GRAIN, threads));
 }
 
 /* Writes the norms of n rows of `width` values to out [n][width]: x [n / heads][heads][width], `stride` values from token
-   to token; op: RMS_NORM or WIDE_NORM. */
+   to token and `step` from head to head; op: RMS_NORM or WIDE_NORM. */
 EXPORT void trencadis_head_norms(int op, const void *x, const void *weight, void *out, int64_t n, int64_t width,
-                                 int64_t heads, int64_t stride, float eps, int type, int kind, int threads) {
+                                 int64_t heads, int64_t stride, int64_t step, float eps, int type, int kind,
+                                 int threads) {
     panels_count(ROWS_OPS, kind);
-    const Rows rows = {op, (void *)(uintptr_t)x, NULL, weight, out, width, eps, type, NULL, heads, stride};
+    const Rows rows = {op, (void *)(uintptr_t)x, NULL, weight, out, width, eps, type, NULL, heads, stride, step};
     RowCall call = {&rows, panels_kernels(kind)};
     pool_run(row_work, &call, n, 0, 0, pool_threads(n * width / GRAIN, threads));
 }
@@ -217,7 +218,16 @@ EXPORT void trencadis_gated_norm(const void *x, const void *weight, const void *
                                  int64_t width, int64_t heads, int64_t stride, float eps, int type, int kind,
                                  int threads) {
     panels_count(ROWS_OPS, kind);
-    const Rows rows = {GATED_NORM, (void *)(uintptr_t)x, NULL, weight, out, width, eps, type, gate, heads, stride};
+    const Rows rows = {GATED_NORM, (void *)(uintptr_t)x, NULL, weight, out, width, eps, type, gate, heads, stride, width};
+    RowCall call = {&rows, panels_kernels(kind)};
+    pool_run(row_work, &call, n, 0, 0, pool_threads(n * width / GRAIN, threads));
+}
+
+/* Writes x [n][width] times the sigmoid of gate [n / heads][heads][width], which lies as x does in head_norms. */
+EXPORT void trencadis_gate_heads(const void *x, const void *gate, void *out, int64_t n, int64_t width, int64_t heads,
+                                 int64_t stride, int64_t step, int type, int kind, int threads) {
+    panels_count(ROWS_OPS, kind);
+    const Rows rows = {GATE, (void *)(uintptr_t)x, NULL, NULL, out, width, 0, type, gate, heads, stride, step};
     RowCall call = {&rows, panels_kernels(kind)};
     pool_run(row_work, &call, n, 0, 0, pool_threads(n * width / GRAIN, threads));
 }

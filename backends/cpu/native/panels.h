@@ -24,7 +24,7 @@
 #define WIDEST 512 /* maximum values of a head */
 
 enum { FLOAT32, BFLOAT16, FLOAT16, INT8, FLOAT8 }; /* FLOAT8: 4 bits of exponent, without infinities */
-enum { SILU_MUL, RMS_NORM, BEST, WIDE_NORM, GATED_NORM }; /* WIDE_NORM: RMS_NORM with a weight in float32 */
+enum { SILU_MUL, RMS_NORM, BEST, WIDE_NORM, GATED_NORM, GATE }; /* WIDE_NORM: RMS_NORM with a weight in float32 */
 /* Kinds of kernels. AMX has products of bfloat16 and of codes by tiles, and uses the kernels of AVX512_VNNI for all
    else. AMX_EMULATED is for tests: tiles in plain C, and the kernels of AVX2 for all else. */
 enum { LIBRARY, AVX2, AVX_VNNI, AVX512, AVX512_VNNI, AMX, AMX_EMULATED, KINDS };
@@ -76,9 +76,9 @@ typedef struct {
     int64_t width;
     float eps;
     int type;
-    const void *gate;      /* of GATED_NORM: a norm, times silu of the gate */
-    int64_t heads, stride; /* `heads` rows of a token are side by side, tokens `stride` values apart: in the gate, or
-                              else in x; stride 0: all rows are */
+    const void *gate;            /* of GATED_NORM: a norm, times silu of the gate; of GATE: x, times its sigmoid */
+    int64_t heads, stride, step; /* in the gate, or else in x: `heads` rows of a token are `step` values apart, tokens
+                                    `stride` values; stride 0: rows lie one after another */
 } Rows;
 
 /* Attention of n rows of one token each; sizes in values. */

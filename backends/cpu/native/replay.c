@@ -41,8 +41,11 @@ EXPORT int trencadis_replay(const ReplayedCall *calls, int64_t count, const Repl
             failed = trencadis_dense(AT(0), AT(1), AT(2), AT(3), a[4], a[5], a[6], call->real, (int)a[7], threads);
             break;
         case CALL_HEADS:
-            trencadis_head_norms((int)a[0], AT(1), AT(2), AT(3), a[4], a[5], a[6], a[7], call->real, (int)a[8],
-                                 (int)a[9], threads);
+            trencadis_head_norms((int)a[0], AT(1), AT(2), AT(3), a[4], a[5], a[6], a[7], a[8], call->real, (int)a[9],
+                                 (int)a[10], threads);
+            break;
+        case CALL_GATE:
+            trencadis_gate_heads(AT(0), AT(1), AT(2), a[3], a[4], a[5], a[6], a[7], (int)a[8], (int)a[9], threads);
             break;
         case CALL_ADAPTERS:
             failed = trencadis_adapters(AT(0), AT(1), a[2], AT(3), a[4], a[5], launch->runs, launch->count, (int)a[8],

@@ -6,12 +6,14 @@
 #include "panels.h"
 
 /* Functions that are recorded. */
-enum { CALL_LINEAR, CALL_ROWS, CALL_ROTARY, CALL_ATTEND, CALL_DENSE, CALL_ADAPTERS, CALL_HEADS, CALL_DELTA_NET };
+enum {
+    CALL_LINEAR, CALL_ROWS, CALL_ROTARY, CALL_ATTEND, CALL_DENSE, CALL_ADAPTERS, CALL_HEADS, CALL_DELTA_NET, CALL_GATE
+};
 
 /* A call: the function's arguments in its own order, without floats and without the number of threads. */
 typedef struct {
     int64_t function;
-    int64_t arguments[10];
+    int64_t arguments[11];
     int64_t rows; /* of CALL_ATTEND: number of the AttendRows that it reads */
     float real;   /* the function's float, if it has one */
     int32_t unused;
