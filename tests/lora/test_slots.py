@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.packing import qwen_7b
 from tests.fakes import checkpoints
 from tests.fakes.adapters import adapter_of
 from trencadis.backends.cpu.lora_adapter_products import add_masked_adapters, group_rows
@@ -314,6 +315,22 @@ def test_launches_with_adapters_take_their_own_buckets() -> None:
         change = BatchChange(1, 2, (), np.zeros((2, 0), np.int32), np.zeros(0, np.float32)) if persistent else None
         (launch,) = split_step(Step(1, tuple(map(row, rows)), batch=change), plan, persistent)
         assert launch.bucket.variant == variant and launch.bucket.stage is Stage.DECODE
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_buckets_of_images_with_adapters_are_among_the_few(lazy: bool) -> None:
+    """Those of a model of 7B with a tower that takes adapters: all together at most 1.3 times as many graphs."""
+    limits = ShapeLimits(
+        max_rows=64, max_tokens=8192, max_model_len=16384, block_size=128, image_slots=16384, encoder_slots=16384
+    )
+    policy, model = hpu_policy("", lazy=lazy), qwen_7b()
+    plain = make_plan(policy, limits, BucketOptions(), model)
+    plan = make_plan(policy, dataclasses.replace(limits, adapters=8), BucketOptions(), model)
+    images = [b for b in plain.buckets if b.stage is Stage.VISION]
+    assert images and len(plain.buckets) < len(plan.buckets) <= 1.3 * len(plain.buckets)
+    for bucket in images:
+        found = plan.find(bucket.stage, bucket.dims, LORA)
+        assert found is not None and found.dims[0] >= bucket.dims[0]
 
 
 def test_buckets_with_adapters_are_few_and_hold_every_need() -> None:
