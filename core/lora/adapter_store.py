@@ -289,7 +289,7 @@ def _find_decoder_layers(model: Decoder) -> Iterator[AdaptedLayer]:
 def _find_recurrent_linears(mixer: AdaptedMixer, name: str) -> Iterator[AdaptedLayer]:
     for own, linear in mixer.list_linears():
         whole = f"{name}.{own}" if own else name
-        yield (_columns if isinstance(linear, ColumnParallelLinear) else _rows)(None, linear, whole)
+        yield _columns(None, linear, whole) if isinstance(linear, ColumnParallelLinear) else _rows(None, linear, whole)
 
 
 def _columns(attention: Attention | None, linear: ColumnParallelLinear, name: str) -> AdaptedLayer:
