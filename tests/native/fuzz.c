@@ -131,6 +131,17 @@ static void fuzz_linear(void) {
     equal(out, one, n * rows * size, "a product by tiles is another than with VNNI");
 }
 
+/* Compares the norms of heads that lie apart in wider rows with those of a copy. */
+static void fuzz_heads(int op, const char *weight, int64_t n, int64_t width, int64_t type) {
+    const int64_t heads = between(1, 4), stride = heads * width + draw(9), size = size_of(type);
+    const int64_t own = heads * width * size;
+    char *x = some(n * stride, type, 1), *copy = room(n * own, 0), *out = room(n * own, 0), *want = room(n * own, 0);
+    for (int64_t i = 0; i < n; i++) memcpy(copy + i * own, x + i * stride * size, (size_t)own);
+    trencadis_head_norms(op, x, weight, out, n * heads, width, heads, stride, 1e-6f, (int)type, kind, team());
+    trencadis_panels_rows(op, copy, NULL, weight, want, n * heads, width, 1e-6f, (int)type, kind, 1);
+    equal(out, want, n * own, "norms of heads that lie apart are others");
+}
+
 static void fuzz_rows(void) {
     const int64_t type = between(0, 2), width = between(1, draw(5) ? 90 : 3000), n = between(1, draw(5) ? 7 : 60);
     const int op = (int)draw(4), wide = op == SILU_MUL ? 2 : 1, norm = op == RMS_NORM || op == WIDE_NORM;
@@ -156,6 +167,7 @@ static void fuzz_rows(void) {
         }
         if (((int64_t *)out)[r] != best) fail("the best of a row is another one");
     }
+    if (norm) fuzz_heads(op, weight, n, width, type);
 }
 
 static void fuzz_attend(void) {
