@@ -33,6 +33,7 @@ from trencadis.core.device.backend import AdapterWeights, BackendConfig, load
 from trencadis.core.launches.launch_splitter import split_step
 from trencadis.core.lora.adapter_files import read_adapter
 from trencadis.core.lora.adapter_store import AdapterStore
+from trencadis.core.memory.graph_selection import GraphPrice, affordable_graphs
 from trencadis.core.memory.weight_bytes import AdapterSlotSizes, adapter_bytes, padded_rank
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.request import AdapterRef, Request, SamplingParams
@@ -315,6 +316,23 @@ def test_launches_with_adapters_take_their_own_buckets() -> None:
         change = BatchChange(1, 2, (), np.zeros((2, 0), np.int32), np.zeros(0, np.float32)) if persistent else None
         (launch,) = split_step(Step(1, tuple(map(row, rows)), batch=change), plan, persistent)
         assert launch.bucket.variant == variant and launch.bucket.stage is Stage.DECODE
+
+
+@pytest.mark.parametrize("strategy", ["min_tokens", "max_bs"])
+@pytest.mark.parametrize("share", [0.3, 0.8, 1.0, 1.2])
+def test_where_memory_is_short_the_base_has_the_graphs_that_it_has_without_adapters(
+    strategy: str, share: float
+) -> None:
+    limits = ShapeLimits(max_rows=32, max_tokens=2048, max_model_len=4096, block_size=128)
+    plain, both = (
+        [GraphPrice(b, 100 + b.dims[-1], 50, 1.0) for b in make_plan(hpu_policy(""), some, BucketOptions()).buckets
+         if b.stage is Stage.DECODE]
+        for some in (limits, dataclasses.replace(limits, adapters=8))
+    )  # fmt: skip
+    budget = int(share * sum(price.own for price in plain))
+    alone, beside = (affordable_graphs(some, budget, strategy, "max") for some in (plain, both))
+    assert {p.bucket for p in alone} <= {p.bucket for p in beside} and len(plain) < len(both)
+    assert share <= 1 or any(p.bucket.variant == LORA for p in beside)
 
 
 @pytest.mark.parametrize("lazy", [False, True])
