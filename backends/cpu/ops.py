@@ -27,16 +27,7 @@ from trencadis.backends.cpu.int8_linear import IntegerWeight, integer_weight, pr
 from trencadis.backends.cpu.lora_adapter_products import AdapterOps
 from trencadis.backends.cpu.native import attention_and_row_kernels as row_kernels
 from trencadis.backends.cpu.native import dense_linear, quantised_weight_panels, weight_packing
-from trencadis.backends.cpu.native.attention_and_row_kernels import (
-    StoredKeys,
-    best,
-    can_store,
-    norm_heads,
-    rms_norm,
-    rotate,
-    silu_mul,
-    torch_rotate,
-)
+from trencadis.backends.cpu.native.attention_and_row_kernels import rms_norm, silu_mul
 from trencadis.backends.cpu.native.dense_linear import PackedWeight as PackedWeight
 from trencadis.backends.cpu.native.dense_linear import by_sizes, pieces
 from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, Op, chosen_table
@@ -178,7 +169,7 @@ class CpuOps(ReplayOps, RecurrentKernelOps, AdapterOps, ReferenceOps):
 
     def norm_heads(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Implements ``core.models.interface.HeadNormOps``."""
-        made = norm_heads(x, weight, eps, self.table)
+        made = row_kernels.norm_heads(x, weight, eps, self.table)
         return self.rms_norm(x.reshape(-1, x.shape[2]), weight, eps)[0].view(x.shape) if made is None else made
 
     def _torch_rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -273,10 +264,10 @@ class CpuOps(ReplayOps, RecurrentKernelOps, AdapterOps, ReferenceOps):
 
     def rope_store(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn) -> RotatedHeads:
         heads = q.shape[1]
-        into = StoredKeys(v, kv, attn.slot_map) if can_store(v, kv) else None
-        rotated = rotate(q, k, rotary.cos, rotary.sin, self.table, into)
+        into = row_kernels.StoredKeys(v, kv, attn.slot_map) if row_kernels.can_store(v, kv) else None
+        rotated = row_kernels.rotate(q, k, rotary.cos, rotary.sin, self.table, into)
         if rotated is None or into is None:
-            rotated = torch_rotate(q, k, rotary.cos, rotary.sin) if rotated is None else rotated
+            rotated = row_kernels.torch_rotate(q, k, rotary.cos, rotary.sin) if rotated is None else rotated
             self._store(kv, rotated[:, heads:], v, attn.slot_map)
         return RotatedHeads(rotated[:, :heads], rotated[:, heads:], v)
 
@@ -324,8 +315,8 @@ class CpuOps(ReplayOps, RecurrentKernelOps, AdapterOps, ReferenceOps):
             row_kernels.attend_spans(q, keys, kv.v.flatten(0, 1), held, scale, out, self.table, window, sinks)
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        heads, made = q.shape[1], rotate(q, k, rotary.cos, rotary.sin, self.table)
-        rotated = torch_rotate(q, k, rotary.cos, rotary.sin) if made is None else made
+        heads, made = q.shape[1], row_kernels.rotate(q, k, rotary.cos, rotary.sin, self.table)
+        rotated = row_kernels.torch_rotate(q, k, rotary.cos, rotary.sin) if made is None else made
         return rotated[:, :heads], rotated[:, heads:]
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
@@ -376,7 +367,7 @@ class CpuOps(ReplayOps, RecurrentKernelOps, AdapterOps, ReferenceOps):
         return x.index_copy_(0, images, arena[image_row[images]]) if len(images) else x
 
     def best(self, logits: Tensor) -> Tensor:
-        found = best(logits, self.table)
+        found = row_kernels.best(logits, self.table)
         return super().best(logits) if found is None else found
 
     def best_outputs(self, x: Tensor, w: Weight, outputs: int, scale: float) -> Tensor | None:

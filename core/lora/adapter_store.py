@@ -24,9 +24,10 @@ from trencadis.core.lora.adapter_files import WEIGHTS, Adapter, AdapterTensor, c
 from trencadis.core.models.attention import Attention
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.decoder_layer import DecoderLayer, SinglePartLayer
-from trencadis.core.models.interface import AdaptedMixer, Model
+from trencadis.core.models.interface import Model
 from trencadis.core.models.linear_and_embedding import ColumnParallelLinear, Linear, RowParallelLinear, Share, pad_rows
 from trencadis.core.models.mlp_and_norms import GatedMLP, PlainMLP
+from trencadis.core.models.recurrent_layers import AdaptedMixer
 from trencadis.core.request import AdapterRef
 from trencadis.core.step import AdapterUpload
 
@@ -289,7 +290,7 @@ def _find_decoder_layers(model: Decoder) -> Iterator[AdaptedLayer]:
 def _find_recurrent_linears(mixer: AdaptedMixer, name: str) -> Iterator[AdaptedLayer]:
     for own, linear in mixer.list_linears():
         whole = f"{name}.{own}" if own else name
-        yield (_columns if isinstance(linear, ColumnParallelLinear) else _rows)(None, linear, whole)
+        yield _columns(None, linear, whole) if isinstance(linear, ColumnParallelLinear) else _rows(None, linear, whole)
 
 
 def _columns(attention: Attention | None, linear: ColumnParallelLinear, name: str) -> AdaptedLayer:

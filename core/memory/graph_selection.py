@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trencadis.core.buckets import Bucket, Stage, padded_tokens
+from trencadis.core.buckets import LORA, Bucket, Stage, padded_tokens
 from trencadis.core.host_memory import gib
 from trencadis.core.memory.memory_division import POOLS, GraphSettings, MemorySplit, pool_of, share_of
 
@@ -54,13 +54,15 @@ def rows_of(bucket: Bucket) -> int:
 def order_prices(prices: Iterable[GraphPrice], strategy: str) -> list[GraphPrice]:
     """Returns the order of capture: ``min_tokens`` smallest launches first.
 
-    ``max_bs`` most rows first, then smallest.
+    ``max_bs`` most rows first, then smallest. Graphs of launches with adapters come last: where a pool's
+    memory is short, the base model has those graphs of it that it has without adapters.
     """
 
     def key(p: GraphPrice) -> tuple[object, ...]:
         b = p.bucket
         small = (padded_tokens(b), b.dims[1:], b.stage, b.dims, b.variant)
-        return small if strategy == "min_tokens" else (-rows_of(b), *small)
+        ordered = small if strategy == "min_tokens" else (-rows_of(b), *small)
+        return (b.variant == LORA, *ordered)
 
     return sorted(prices, key=key)
 

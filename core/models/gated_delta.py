@@ -157,7 +157,7 @@ class GatedDeltaNet:
         return self.out(self._mix(x, rows, attn, adapters), adapters)
 
     def list_linears(self) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
-        """Implements ``core.models.interface.AdaptedMixer``."""
+        """Implements ``core.models.recurrent_layers.AdaptedMixer``."""
         yield from (("in_proj_qkv", self.qkv), ("", self.gates), ("out_proj", self.out))
 
     def _mix(self, x: Tensor, rows: RecurrentRows, attn: Attn, adapters: AdapterRows | None) -> Tensor:

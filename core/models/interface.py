@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -27,9 +27,6 @@ from trencadis.core.device.backend import (
 from trencadis.core.device.launch_tensors import Attn, CrossAttentionTensors, RecurrentRows
 from trencadis.core.launch_inputs import VisionInputs
 from trencadis.core.step import Encode
-
-if TYPE_CHECKING:
-    from trencadis.core.models.linear_and_embedding import ColumnParallelLinear, RowParallelLinear
 
 
 class RecurrentState(NamedTuple):
@@ -66,20 +63,11 @@ class StatefulLayer(Protocol):
     def __call__(self, x: Tensor, rows: RecurrentRows, attn: Attn, adapters: AdapterRows | None = None) -> Tensor:
         """Computes [n, hidden] -> [n, hidden], summed over ranks, and updates the states of the rows.
 
-        ``adapters``: those of the tokens, for layers that are ``AdaptedMixer``.
+        ``adapters``: those of the tokens, for layers that are ``recurrent_layers.AdaptedMixer``.
         """
         ...
 
     def nbytes(self) -> int: ...
-
-
-@runtime_checkable
-class AdaptedMixer(Protocol):
-    """A ``StatefulLayer`` whose matrices take LoRA adapters (``RECURRENT`` in its family's record)."""
-
-    def list_linears(self) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
-        """Yields (name of its matrix, layer); the name is empty for a layer whose parts are stored one by one."""
-        ...
 
 
 class MaskingOps(Protocol):

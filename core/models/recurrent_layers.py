@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,6 +17,15 @@ from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.models.gated_delta import GatedDeltaNet
 from trencadis.core.models.interface import RecurrentOps, RecurrentState, StatefulLayer
 from trencadis.core.models.linear_and_embedding import ColumnParallelLinear, ColumnPart, RowParallelLinear, check_heads
+
+
+@runtime_checkable
+class AdaptedMixer(Protocol):
+    """A ``StatefulLayer`` whose matrices take LoRA adapters (``RECURRENT`` in its family's record)."""
+
+    def list_linears(self) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
+        """Yields (name of its matrix, layer); the name is empty for a layer whose parts are stored one by one."""
+        ...
 
 
 class ShortConvolution:
@@ -48,7 +57,7 @@ class ShortConvolution:
         return self.out(self._mix(x, rows, attn, adapters), adapters)
 
     def list_linears(self) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
-        """Implements ``core.models.interface.AdaptedMixer``."""
+        """Implements ``AdaptedMixer``."""
         yield from (("in_proj", self.inputs), ("out_proj", self.out))
 
     def _mix(self, x: Tensor, rows: RecurrentRows, attn: Attn, adapters: AdapterRows | None) -> Tensor:
@@ -118,7 +127,7 @@ class Mamba2:
         return self.out(self._mix(x, rows, attn, adapters), adapters)
 
     def list_linears(self) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
-        """Implements ``core.models.interface.AdaptedMixer``."""
+        """Implements ``AdaptedMixer``."""
         yield from (("in_proj", self.inputs), ("out_proj", self.out))
 
     def _mix(self, x: Tensor, rows: RecurrentRows, attn: Attn, adapters: AdapterRows | None) -> Tensor:

@@ -44,6 +44,12 @@ def test_two_answers_stream() -> None:
     assert all(ran("stream"))
 
 
+def test_two_adapters_and_the_base_answer_in_one_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ran("many_adapters")
+    assert len(texts) == 6 and all(len({*texts[at : at + 3]}) == 3 for at in (0, 3))
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["base", "lora-1", "lora-2"] * 2
+
+
 def test_every_program_is_run_here_and_listed() -> None:
     names = {p.stem for p in FOLDER.glob("*.py")}
     here = Path(__file__).read_text()

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.packing import qwen_7b
 from tests.fakes import checkpoints
 from tests.fakes.adapters import adapter_of
 from trencadis.backends.cpu.lora_adapter_products import add_masked_adapters, group_rows
@@ -32,6 +33,7 @@ from trencadis.core.device.backend import AdapterWeights, BackendConfig, load
 from trencadis.core.launches.launch_splitter import split_step
 from trencadis.core.lora.adapter_files import read_adapter
 from trencadis.core.lora.adapter_store import AdapterStore
+from trencadis.core.memory.graph_selection import GraphPrice, affordable_graphs
 from trencadis.core.memory.weight_bytes import AdapterSlotSizes, adapter_bytes, padded_rank
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.request import AdapterRef, Request, SamplingParams
@@ -314,6 +316,39 @@ def test_launches_with_adapters_take_their_own_buckets() -> None:
         change = BatchChange(1, 2, (), np.zeros((2, 0), np.int32), np.zeros(0, np.float32)) if persistent else None
         (launch,) = split_step(Step(1, tuple(map(row, rows)), batch=change), plan, persistent)
         assert launch.bucket.variant == variant and launch.bucket.stage is Stage.DECODE
+
+
+@pytest.mark.parametrize("strategy", ["min_tokens", "max_bs"])
+@pytest.mark.parametrize("share", [0.3, 0.8, 1.0, 1.2])
+def test_where_memory_is_short_the_base_has_the_graphs_that_it_has_without_adapters(
+    strategy: str, share: float
+) -> None:
+    limits = ShapeLimits(max_rows=32, max_tokens=2048, max_model_len=4096, block_size=128)
+    plain, both = (
+        [GraphPrice(b, 100 + b.dims[-1], 50, 1.0) for b in make_plan(hpu_policy(""), some, BucketOptions()).buckets
+         if b.stage is Stage.DECODE]
+        for some in (limits, dataclasses.replace(limits, adapters=8))
+    )  # fmt: skip
+    budget = int(share * sum(price.own for price in plain))
+    alone, beside = (affordable_graphs(some, budget, strategy, "max") for some in (plain, both))
+    assert {p.bucket for p in alone} <= {p.bucket for p in beside} and len(plain) < len(both)
+    assert share <= 1 or any(p.bucket.variant == LORA for p in beside)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_buckets_of_images_with_adapters_are_among_the_few(lazy: bool) -> None:
+    """Those of a model of 7B with a tower that takes adapters: all together at most 1.3 times as many graphs."""
+    limits = ShapeLimits(
+        max_rows=64, max_tokens=8192, max_model_len=16384, block_size=128, image_slots=16384, encoder_slots=16384
+    )
+    policy, model = hpu_policy("", lazy=lazy), qwen_7b()
+    plain = make_plan(policy, limits, BucketOptions(), model)
+    plan = make_plan(policy, dataclasses.replace(limits, adapters=8), BucketOptions(), model)
+    images = [b for b in plain.buckets if b.stage is Stage.VISION]
+    assert images and len(plain.buckets) < len(plan.buckets) <= 1.3 * len(plain.buckets)
+    for bucket in images:
+        found = plan.find(bucket.stage, bucket.dims, LORA)
+        assert found is not None and found.dims[0] >= bucket.dims[0]
 
 
 def test_buckets_with_adapters_are_few_and_hold_every_need() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fakes.adapters import LANGUAGE, TOWER, adapter_of, matrices, write_adapter
+from tests.fakes.adapters import LANGUAGE, TOWER, adapter_of, load_base, matrices, train_with_peft, write_adapter
 from tests.lora.conftest import Adapter, Base
 from tests.lora.test_other_bases import adapted_names
 from tests.lora.test_same_tokens import Merged, request_of
@@ -112,6 +114,35 @@ def test_rows_of_every_family(
     hold_rows(path, adapter, merged, device)
 
 
+PEFT = ("qwen2_vl", "qwen3_vl", "gemma3", "llava", "internvl", "smolvlm", "mistral3")
+"""Families of other towers than Qwen2.5-VL's, whose logits ``test_peft_logits`` compares."""
+
+
+@pytest.mark.parametrize("family", [f if f == "llava" else pytest.param(f, marks=pytest.mark.long) for f in PEFT])
+def test_rows_are_those_of_the_tower_that_peft_merges(tmp_path: Path, family: str) -> None:
+    """peft writes the adapter, and merges it into transformers' model; all its names are those that peft gives."""
+    pytest.importorskip("peft", reason="peft is among the packages of the tests: pip install peft")
+    path = WRITERS[family](tmp_path / "base")
+    theirs: dict[Path, Path] = {}
+
+    def train(path: Path, *, seed: int, rank: int, pattern: str) -> Path:
+        model, folder, out = load_base(path), tmp_path / f"a{seed}", tmp_path / f"theirs {seed}"
+        linear = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
+        targets = [name for name in linear if re.fullmatch(pattern, name) and "patch_merger" not in name]
+        assert any(re.search(r"\.(layers?|blocks)\.0\.", name) for name in targets)
+        adapted = train_with_peft(
+            model, folder, "|".join(map(re.escape, targets)), seed=seed, r=rank, lora_alpha=2 * rank
+        )
+        adapted.merge_and_unload().save_pretrained(out)
+        for file in path.iterdir():
+            if not (out / file.name).exists() and file.suffix == ".json":
+                shutil.copy(file, out / file.name)
+        theirs[folder] = out
+        return folder
+
+    hold_rows(path, train, lambda _, folder: theirs[folder], "cpu")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", "hpu", "twin"])
 def test_rows_beside_recurrent_layers(
@@ -197,6 +228,13 @@ def test_one_image_has_rows_of_its_own_for_each_adapter(
             assert llm.engine.stats().images_encoded == 3, "the base, and two adapters of the tower"
     finally:
         llm.close()
+
+
+def test_a_model_without_parts_that_take_adapters_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = WRITERS["mllama"](tmp_path / "base")
+    with pytest.raises(StartupError, match=r"adapters of MllamaForConditionalGeneration are merged") as caught:
+        LLM(str(path), **{**BASE, "mm_processor_kwargs": None})
+    assert "\n" not in str(caught.value)
 
 
 def test_what_no_tower_takes_is_refused(base: Base, adapter: Adapter, tmp_path: Path) -> None:

@@ -131,6 +131,18 @@ static void fuzz_linear(void) {
     equal(out, one, n * rows * size, "a product by tiles is another than with VNNI");
 }
 
+/* Compares the norms of heads that lie apart in wider rows with those of a copy. */
+static void fuzz_heads(int op, const char *weight, int64_t n, int64_t width, int64_t type) {
+    const int64_t heads = between(1, 4), step = width + draw(2) * draw(width), stride = heads * step + draw(9);
+    const int64_t size = size_of(type), own = width * size, all = n * heads * own;
+    char *x = some(n * stride, type, 1), *copy = room(all, 0), *out = room(all, 0), *want = room(all, 0);
+    for (int64_t r = 0; r < n * heads; r++)
+        memcpy(copy + r * own, x + (r / heads * stride + r % heads * step) * size, (size_t)own);
+    trencadis_head_norms(op, x, weight, out, n * heads, width, heads, stride, step, 1e-6f, (int)type, kind, team());
+    trencadis_panels_rows(op, copy, NULL, weight, want, n * heads, width, 1e-6f, (int)type, kind, 1);
+    equal(out, want, all, "norms of heads that lie apart are others");
+}
+
 static void fuzz_rows(void) {
     const int64_t type = between(0, 2), width = between(1, draw(5) ? 90 : 3000), n = between(1, draw(5) ? 7 : 60);
     const int op = (int)draw(4), wide = op == SILU_MUL ? 2 : 1, norm = op == RMS_NORM || op == WIDE_NORM;
@@ -156,6 +168,7 @@ static void fuzz_rows(void) {
         }
         if (((int64_t *)out)[r] != best) fail("the best of a row is another one");
     }
+    if (norm) fuzz_heads(op, weight, n, width, type);
 }
 
 static void fuzz_attend(void) {
@@ -349,24 +362,18 @@ static void fuzz_gated_norm(void) {
     equal(out, one, n * heads * bytes, "a norm with a gate depends on others");
 }
 
-/* Gates, and heads that are normed, lie `step` values apart. */
-static void fuzz_heads_apart(void) {
+/* Gates lie `step` values apart. */
+static void fuzz_gated_heads(void) {
     const int64_t type = between(0, 2), width = between(1, draw(5) ? 90 : 600), heads = between(1, 4);
     const int64_t n = between(1, 20), step = width + draw(width), stride = heads * step + draw(9);
     const int64_t size = size_of(type), bytes = width * size;
-    char *x = some(n * heads * width, type, 1), *weight = some(width, type, 1), *wide = some(n * stride, type, 1);
+    char *x = some(n * heads * width, type, 1), *wide = some(n * stride, type, 1);
     char *out = room(n * heads * bytes, 0), *one = room(n * heads * bytes, 0);
     trencadis_gate_heads(x, wide, out, n * heads, width, heads, stride, step, (int)type, kind, team());
     for (int64_t r = 0; r < n * heads; r++)
         trencadis_gate_heads(x + r * bytes, wide + (r / heads * stride + r % heads * step) * size, one + r * bytes, 1,
                              width, 1, width, width, (int)type, kind, 1);
     equal(out, one, n * heads * bytes, "a gated head depends on others");
-    trencadis_head_norms(RMS_NORM, wide, weight, out, n * heads, width, heads, stride, step, 1e-6f, (int)type, kind,
-                         team());
-    for (int64_t r = 0; r < n * heads; r++)
-        trencadis_head_norms(RMS_NORM, wide + (r / heads * stride + r % heads * step) * size, weight, one + r * bytes,
-                             1, width, 1, width, width, 1e-6f, (int)type, kind, 1);
-    equal(out, one, n * heads * bytes, "the norm of a head depends on others");
 }
 
 static void fuzz_adapters(void) {
@@ -446,7 +453,7 @@ static void fuzz_dense(void) {
 int main(int count, char **words) {
     static void (*const kernels[])(void) = {fuzz_linear, fuzz_rows,     fuzz_attend, fuzz_flash,    fuzz_rotary,
                                             fuzz_dense,  fuzz_convolve, fuzz_delta,  fuzz_adapters, fuzz_gated_norm,
-                                            fuzz_heads_apart};
+                                            fuzz_gated_heads};
     const int cases = count > 1 ? atoi(words[1]) : 100;
     const int has = trencadis_cpu_features();
     const int runs[KINDS] = {0, has >> HAS_AVX2 & 1, has >> HAS_AVX_VNNI & 1, has >> HAS_AVX512 & 1,
