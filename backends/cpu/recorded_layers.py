@@ -191,6 +191,11 @@ class ComputingOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.found = False
         self._memory = memory
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Returns False: else torch imports its compiler at the first recording, while a request waits for a second."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: object, args: Sequence[object] = (), kwargs: dict[str, object] | None = None
     ) -> object:

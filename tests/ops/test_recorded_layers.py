@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +155,20 @@ def test_recurrent_layers_are_recorded_between_those_with_attention(form: str, m
     groups = groups_of(llm)
     assert [group.recurrent for group in groups] == [True, False, True]
     assert min(group.replays for group in groups) > 60
+
+
+def test_a_recording_does_not_import_the_compiler() -> None:
+    """The import takes a second, in which a request would wait."""
+    code = """
+        import sys, torch
+        from trencadis.backends.cpu.recorded_layers import ComputingOps, ReusedMemory
+        with ComputingOps(ReusedMemory()) as mode:
+            torch.ones(3) + 1
+        assert mode.found
+        print("torch._dynamo" in sys.modules)
+    """
+    out = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True, text=True)
+    assert out.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
