@@ -63,9 +63,9 @@ def test_torch_serves_all_or_nothing_of_a_type() -> None:
     assert not table_of(TORCH, SAPPHIRE_RAPIDS).rows and not table_of(TORCH, SAPPHIRE_RAPIDS).number
     for kind in KINDS:
         table = table_of(kind, SAPPHIRE_RAPIDS)
-        for op in (Op.QUANTISED_LINEAR, Op.DECODE_ATTENTION, Op.ROTARY, Op.ARGMAX):
+        for op in (Op.QUANTISED_LINEAR, Op.DECODE_ATTENTION, Op.ROTARY, Op.ROWWISE, Op.ARGMAX):
             assert all(table.most_rows(op, dtype) == ANY for dtype in (FLOAT32, BFLOAT16, FLOAT16))
-        assert not table.serves(Op.LINEAR, FLOAT16) and not table.serves(Op.ROWWISE, FLOAT32)
+        assert not table.serves(Op.LINEAR, FLOAT16)
 
 
 def test_the_variable_chooses_for_all_types(monkeypatch: pytest.MonkeyPatch) -> None:
