@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.reporting import Others, machine, median, report, table
-from trencadis.backends.cpu.native import attention_and_row_kernels, kernel_library, kernel_table
+from trencadis.backends.cpu.native import attention_and_row_kernels, kernel_choice_by_cpu, kernel_library
 from trencadis.backends.cpu.native.attention_and_row_kernels import SingleTokenRows
-from trencadis.backends.cpu.native.kernel_table import KernelTable, table_of
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import KernelTable, table_of
 from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.device.backend import LayerKV
 
@@ -53,7 +53,7 @@ def read_rate(memory: Tensor) -> float:
 def kinds(asked: str) -> dict[str, KernelTable]:
     """Tables of the kinds of kernels that run here, by name."""
     features = kernel_library.load_library().features
-    names = [kind for kind in kernel_table.available_kinds() if kind != "amx"]
+    names = [kind for kind in kernel_choice_by_cpu.available_kinds() if kind != "amx"]
     found = {kind: replace(table_of(kind, features), bfloat16_pairs=False) for kind in names}
     if PAIRS in features:
         found[PAIRS] = table_of(names[-1], features)
