@@ -7,7 +7,7 @@ library makes all calls. They are the same calls, so that no bit changes. Launch
 their own: the runs of rows with one adapter each are an input, and A and B are read where the slots are.
 
 Only layers whose work the library does are recorded. If torch computes anything in one, launches run call by call:
-in float32, whose norms are torch's, with an 8-bit KV cache or experts, and with several ranks, whose sums Python
+in float16, whose products are torch's, with an 8-bit KV cache or experts, and with several ranks, whose sums Python
 exchanges. A recording holds the tensors of one layer: 40 KB a row at a width of 896.
 """
 
