@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
-from trencadis.core.regular_files import read_regular_text
+from trencadis.core.operator_files import read_regular_text
 
 MOST = 2**31 - 1
 """Upper limit of any count: the largest int32."""

@@ -13,7 +13,7 @@ import stat
 from typing import NamedTuple, NoReturn
 
 from trencadis.core.errors import StartupError
-from trencadis.core.regular_files import read_regular
+from trencadis.core.operator_files import read_regular
 
 SIZE = 32
 

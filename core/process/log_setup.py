@@ -18,7 +18,7 @@ from typing import TextIO
 
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
-from trencadis.core.regular_files import read_regular_text
+from trencadis.core.operator_files import read_regular_text
 
 MOST_WAITING = 4 << 20
 """Characters of lines that wait to be written; further lines are dropped and counted."""

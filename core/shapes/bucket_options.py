@@ -23,7 +23,7 @@ from trencadis.core import envs
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, align_up
 from trencadis.core.device_shape_policy import Density
 from trencadis.core.errors import StartupError
-from trencadis.core.regular_files import read_regular_text
+from trencadis.core.operator_files import read_regular_text
 from trencadis.core.vision_config import WINDOW_SLOTS
 
 WIDE_GAP = 1024

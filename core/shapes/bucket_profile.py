@@ -17,7 +17,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.device_shape_policy import Policy
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping
-from trencadis.core.regular_files import read_regular
+from trencadis.core.operator_files import read_regular
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import COARSE
 from trencadis.core.shapes.launch_costs import work_of

@@ -19,7 +19,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.flag_declaration import Bound, FlagValue, options
 from trencadis.core.json_types import JsonMapping
-from trencadis.core.regular_files import read_regular_text
+from trencadis.core.operator_files import check_name, read_regular_text
 from trencadis.core.request import REASONING_EFFORTS
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.spec.spec_config import list_ignored_keys, requested_speculation
@@ -191,6 +191,8 @@ def _check_no_blanks(server: ServerConfig) -> None:
     ):
         if any(not one.strip() for one in given):
             raise StartupError(f"{flag}: {what}.")
+    for name in server.served_model_name:
+        check_name(name, "--served-model-name")
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, tuple[FlagValue, str]]:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trencadis.core.errors import StartupError
-from trencadis.core.regular_files import check_regular
+from trencadis.core.operator_files import check_regular
 from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.tenants.tenant_registry import FileStamp, read_stamp
 

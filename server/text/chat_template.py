@@ -18,7 +18,7 @@ import jinja2
 from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
-from trencadis.core.regular_files import read_regular_text
+from trencadis.core.operator_files import read_regular_text
 from trencadis.server.text.checkpoint_tokenizer import MOST_CHARACTERS, Tokenizer
 from trencadis.server.text.template_sandbox import compile_source, make_environment, render
 

@@ -1,10 +1,16 @@
-"""Reads files that an operator names: a pipe would block the start, a device may never end, and neither is taken."""
+"""Paths and names that an operator, or who may load adapters, gives: what no system takes is one line.
+
+A pipe in place of a file would block the start, a device may never end, and neither is read.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from pathlib import Path
+
+from trencadis.core.errors import CONTROL, StartupError
 
 MOST = 64 << 20
 """Largest file that is read whole, in bytes."""
@@ -55,3 +61,41 @@ def read_regular_text(path: str | os.PathLike[str], encoding: str = "utf-8", mos
         UnicodeDecodeError: it is no text.
     """
     return read_regular(path, most).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def expand_path(text: str) -> Path:
+    """Returns the path that a user has written, with ``~`` expanded; there may be no such file.
+
+    Raises:
+        StartupError: it cannot be a path here: a part is too long, it holds a zero byte, nobody has that home, or a
+            folder above may not be searched.
+    """
+    shown = text[:120]
+    try:
+        path = Path(text).expanduser()
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return path
+        raise StartupError(f"{shown}: {error.strerror}") from None
+    except RuntimeError:
+        raise StartupError(f"{shown}: there is no such home folder") from None
+    except ValueError:
+        raise StartupError(f"{shown}: a path holds no zero byte") from None
+    return path
+
+
+MOST_NAME = 256
+"""Most characters of a name in the API."""
+
+
+def check_name(name: str, what: str) -> None:
+    """Checks a name that logs, metrics and answers will show; ``what`` begins the message.
+
+    Raises:
+        StartupError: it is empty, too long or holds control characters.
+    """
+    if not name.strip() or name != name.strip() or len(name) > MOST_NAME or CONTROL.search(name):
+        raise StartupError(f"{what}: a name has 1 to {MOST_NAME} characters, none of them for control or at its ends")
