@@ -17,7 +17,7 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 MAX_MESSAGE = 199
 """Longest message sent to a client, in characters."""
 
-MAX_LINE = 1000
+MAX_LINE = 2000
 """Longest line of an error that ends the start, in characters."""
 
 

@@ -371,7 +371,7 @@ def vision_list(text: str | None, name: str) -> tuple[tuple[int, ...] | None, bo
         raise StartupError(f"{name}={text!r} holds no bucket; give patches such as 1600,3136, or None, or unset it.")
     found = set()
     for entry in entries:
-        patches = int(entry) if entry.isdigit() else 0
+        patches = int(entry) if entry.isdecimal() and len(entry) < 16 else 0
         if not patches or patches % WINDOW_SLOTS:
             hint = f" (the next one is {slots_of_patches(patches)})" if patches else ""
             raise StartupError(

@@ -14,7 +14,7 @@ import pytest
 
 from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.engine.request_trace import RequestTrace
-from trencadis.core.errors import StartupError
+from trencadis.core.errors import MAX_LINE, StartupError
 from trencadis.core.links.group_key import GroupKey
 from trencadis.core.process.log_setup import apply_config_file
 from trencadis.core.shapes import bucket_options, bucket_profile
@@ -133,4 +133,4 @@ def test_a_long_name_does_not_hide_the_reason(flag: str, tmp_path: Path) -> None
     """The line stays short, and its end says what is wrong."""
     with pytest.raises(StartupError) as caught:
         READERS[flag](tmp_path / ("x" * 100_000 + ".yaml"))
-    assert len(str(caught.value)) <= 1000 and "File name too long" in str(caught.value)
+    assert len(str(caught.value)) <= MAX_LINE and "File name too long" in str(caught.value)
