@@ -228,7 +228,7 @@ def _read_file(path: str, notes: list[str]) -> dict[str, FlagValue]:
         content = yaml.safe_load(read_regular_text(path, most=FILE_BYTES))
     except OSError as error:
         raise StartupError(f"--config {path}: {error.strerror}.") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         line = " ".join(str(error).split())
         raise StartupError(f"--config {path}: not valid YAML ({line[:120]}).") from None
     if _count_values(content, {}) > FILE_VALUES:

@@ -21,6 +21,7 @@ from trencadis.core.shapes import bucket_options, bucket_profile
 from trencadis.server.config import resolve_settings
 from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.http.listener import Certificates
+from trencadis.server.tenants.tenant_registry import KeyFileError, read_key_file
 from trencadis.server.text.chat_template import read_override
 
 
@@ -102,9 +103,24 @@ def test_a_file_without_a_fair_size_is_one_line(flag: str, tmp_path: Path) -> No
         READERS[flag](path)
 
 
-@pytest.mark.parametrize(
-    "text", ["[" * 5000, "a: " + "{a: " * 3000, "- " * 5000, '"\\ud800": 1', "a: \x01", "a: 2001-99-99"]
-)
+YAML = [
+    "[" * 5000, "a: " + "{a: " * 3000, "- " * 5000, '"\\ud800": 1', "a: \x01", "a: 2001-99-99", "a: !!timestamp x",
+    "a: !!bool x", "a: !!int ''", "a: !!int x", "a: !!float x", "a: !!binary é", "a: !!omap [b]", "a: !!set [b]",
+    "? [a]\n: b", "<<: 5", "a: *b", "%YAML 9.9\n---\na", "--- a\n--- b", "a: " + "9" * 6000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", YAML)
+def test_a_key_file_that_cannot_be_read_is_one_line(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(text)
+    path.chmod(0o600)
+    with pytest.raises(KeyFileError) as caught:
+        read_key_file(path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("text", YAML)
 def test_yaml_that_cannot_be_read_is_one_line(text: str, tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(text)
