@@ -126,7 +126,8 @@ def exit_now(code: int) -> NoReturn:
     for clean in CLEANUPS:
         with suppress(Exception):
             clean()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # it is closed (None), full or broken
+            stream.flush()
     flush_logs()
     os._exit(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from trencadis.core.errors import MAX_LINE, StartupError
 from trencadis.core.links.group_key import GroupKey
 from trencadis.core.process.log_setup import apply_config_file
 from trencadis.core.shapes import bucket_options, bucket_profile
+from trencadis.server.cli import main
 from trencadis.server.config import resolve_settings
 from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.http.listener import Certificates
@@ -150,3 +152,26 @@ def test_a_long_name_does_not_hide_the_reason(flag: str, tmp_path: Path) -> None
     with pytest.raises(StartupError) as caught:
         READERS[flag](tmp_path / ("x" * 100_000 + ".yaml"))
     assert len(str(caught.value)) <= MAX_LINE and "File name too long" in str(caught.value)
+
+
+LIMITS = {
+    "files": errno.EMFILE, "files of all": errno.ENFILE, "memory": errno.ENOMEM, "processes": errno.EAGAIN,
+    "disk": errno.ENOSPC, "quota": errno.EDQUOT,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_start_without_resources_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def start() -> int:
+        raise OSError(LIMITS[name], os.strerror(LIMITS[name]))
+
+    assert main._run_with_one_line_errors(start) == 2
+    assert capsys.readouterr().err == f"trencadis: the system refuses: {os.strerror(LIMITS[name])}\n"
+
+
+def test_other_errors_of_the_system_are_mistakes_of_ours() -> None:
+    def start() -> int:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        main._run_with_one_line_errors(start)
