@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from trencadis.core.checkpoint.json_fields import read_json
-from trencadis.core.engine.request_trace import RequestTrace
+from trencadis.core.engine.workload_trace_writer import RequestTrace
 from trencadis.core.errors import MAX_LINE, StartupError
 from trencadis.core.links.group_key import GroupKey
 from trencadis.core.process.log_setup import apply_config_file

@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import sys
-from trencadis.core.process.child_process import CLEANUPS, exit_now
+from trencadis.core.process.child_process_environment_and_exit import CLEANUPS, exit_now
 if sys.stdout is not None:
     sys.stdout.write("x" * 10)
 CLEANUPS.append(lambda: open(sys.argv[1], "w").close())
