@@ -13,6 +13,7 @@ ranks, whose sums Python exchanges. A recording holds the tensors of one layer: 
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
@@ -27,6 +28,8 @@ from trencadis.backends.cpu.native.attention_and_row_kernels import SingleTokenR
 from trencadis.backends.cpu.native.ctypes_structs import AttendLayout, AttendRowsLayout, ReplayedCall, RotaryLayout
 from trencadis.backends.cpu.native.kernel_threads import Calls
 from trencadis.core.device.backend import Attn, LayerKV, Rotary
+
+log = logging.getLogger("trencadis.engine")
 
 MOST_ROWS = 16
 """Rows of the largest launch that is recorded: products take longer than Python beyond."""
@@ -336,7 +339,13 @@ class RecordedLayers:
             return run_layers(self._layers, x, residual, rotary, attn)
         known = self._known[key]
         if known is None:
-            out, self._known[key] = record(self._layers, inputs, attn)
+            try:
+                out, self._known[key] = record(self._layers, inputs, attn)
+            except OSError as error:
+                # torch imports its compiler at the first record, and that needs a temporary folder.
+                log.warning("small launches are not recorded: %s", error.strerror or error)
+                self._plain = True
+                return run_layers(self._layers, x, residual, rotary, attn)
             self._plain = self._known[key] is None
             return out
         self.replays += 1
