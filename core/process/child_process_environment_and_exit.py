@@ -110,8 +110,9 @@ RANK_FOLDER = "trencadis-ranks-"
 
 def remove_rank_folders(pid: int) -> None:
     """Removes the folders of an engine that has ended: one that was killed could not, nor ranks killed with it."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{RANK_FOLDER}{pid}-*"):
-        shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # there may be no temporary folder at all, and so nothing in it
+        for folder in Path(tempfile.gettempdir()).glob(f"{RANK_FOLDER}{pid}-*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 CLEANUPS: list[Callable[[], None]] = []

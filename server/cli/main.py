@@ -120,6 +120,14 @@ def _print_devices() -> int:
     return 0
 
 
+def _check_working_folder() -> None:
+    """Raises StartupError if the working folder was removed: MKL, which torch brings, ends processes without one."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise StartupError(f"the working folder cannot be used: {error.strerror}") from None
+
+
 NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EDQUOT)
 """What a start meets under small limits (``ulimit``, quotas): too few files, processes, bytes of memory or of disk."""
 
@@ -127,6 +135,7 @@ NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EN
 def _run_with_one_line_errors(command: Callable[[], int]) -> int:
     """Runs a command: a StartupError prints one line and exits with 2, a signal during start-up exits with 0."""
     try:
+        _check_working_folder()
         return command()
     except StartupError as error:
         flush_logs()  # the reason is the last line

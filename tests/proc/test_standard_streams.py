@@ -1,12 +1,16 @@
-"""A process whose standard streams are closed, full or broken ends with its code, and says nothing."""
+"""Processes with standard streams that are closed, full or broken, without a temporary or a working folder."""
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from trencadis.core.process.child_process_environment_and_exit import remove_rank_folders
 
 SCRIPT = """
 import sys
@@ -23,7 +27,7 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_the_code_is_the_one_that_was_asked_for(name: str, tmp_path: object) -> None:
+def test_the_code_is_the_one_that_was_asked_for(name: str, tmp_path: Path) -> None:
     done = f"{tmp_path}/done"
     line = f'"{sys.executable}" -P -c "$SCRIPT" {done} {STREAMS[name]}'
     found = subprocess.run(
@@ -34,3 +38,22 @@ def test_the_code_is_the_one_that_was_asked_for(name: str, tmp_path: object) -> 
         timeout=60,
     )
     assert found.returncode == 7 and found.stderr == "" and os.path.exists(done)
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.EACCES, errno.EROFS])
+def test_without_a_temporary_folder_there_is_nothing_to_remove(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> str:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("tempfile.gettempdir", refuse)
+    remove_rank_folders(1)
+
+
+@pytest.mark.parametrize("command", ["serve", "plan", "run-batch", "devices"])
+def test_a_command_in_a_folder_that_was_removed_is_one_line(command: str, tmp_path: Path) -> None:
+    """MKL, which torch brings, ends a process that has no working folder."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    line = f'cd {gone} && rmdir {gone} && exec "{sys.executable}" -P -m trencadis.server.cli.main {command}'
+    found = subprocess.run(["/bin/bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 2 and found.stderr.count("\n") == 1 and "working folder" in found.stderr
