@@ -89,10 +89,10 @@ LAYER_MISTAKES: dict[str, Plant] = {
         fused_decode_attention, "turned_items_kernel", "size = tl.where(newest, tl.full([M], 1.0, tl.float32), 0.0)",
         "size = tl.where(newest, tl.full([M], 0.0, tl.float32), 0.0)"),
     "keys are not turned": (
-        fused_decode_attention, "_norm_and_rotate", "return (near * cosine + other * sine).to(held.dtype)",
+        fused_decode_attention, "norm_and_rotate", "return (near * cosine + other * sine).to(held.dtype)",
         "return tl.where(live[:, None] & (tl.num_programs(0) > 0), near, other).to(held.dtype)"),
     "turned the other way": (
-        fused_decode_attention, "_norm_and_rotate", "-sine, sine)", "sine, -sine)"),
+        fused_decode_attention, "norm_and_rotate", "-sine, sine)", "sine, -sine)"),
     "a stored key is lost": (fused_decode_attention, "_stored_reach", "stop = tl.minimum(before, limit)",
                              "stop = tl.minimum(before - 1, limit)"),
     "a stale key is seen": (fused_decode_attention, "_stored_reach", "stop = tl.minimum(before, limit)",

@@ -45,6 +45,7 @@ def checked(case: LayerCase, device: torch.device, first: bool = False) -> float
     """The largest error of the stream and of what was stored; the cache beyond is as it was."""
     run = LayerRun(case, device)
     ops: Any = CudaOps()
+    ops.query_group = case.planned
     layer = run.layer(ops)
     layer.attention.bind(run.ready.cache)
     assert fused_layer.can_fuse(layer, run.x, run.ready.tensors.attn)
