@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.benchmarks.test_planted_decode import planted
 from tests.kernels.layers.test_dependent import layers, nothing
 from tests.kernels.layers.test_whole_layer import TOLERANCE, checked
 from tests.oracles.layers.dependent_launches import unordered
@@ -71,6 +72,34 @@ def test_a_layer_that_does_not_wait_is_found(device: torch.device, monkeypatch: 
     case = LayerCase((5,), tokens=(2,), verify=3, kv_heads=1, spare=0, hidden=64, inner=64)
     said = "\n".join(unordered(layers(device, 1, case)))
     assert "verify_items_kernel reads before its wait what skinny_kernel writes" in said
+
+
+MISTAKES = {
+    "a token does not see itself": ("rows of one to four tokens", "new[None, :] <= own", "new[None, :] < own"),
+    "a token sees the next one": ("rows of one to four tokens", "new[None, :] <= own", "new[None, :] <= 1 + own"),
+    "new keys of another row": ("rows of one to four tokens", "(start + tl.where(there", "(tl.where(there"),
+    "the value is stored as key": ("rows of one to four tokens", "tl.store(k + at, key,", "tl.store(k + at, value,"),
+    "each piece takes all new keys": (
+        "new keys lie on both sides of a cut", "(before + new >= begin) & (before + new < limit)", "(new >= 0)"),
+    "the window is one key longer": (
+        "a window within the new keys, norms of heads", "own[:, None] - WINDOW", "own[:, None] - WINDOW - 1"),
+    "tiles of a block beyond the first store nothing": (
+        "groups of seven, blocks of several tiles", "(first_lane < sub + M)", "(first_lane < M)"),
+    "heads are those of the tile": (
+        "groups of seven, blocks of several tiles", "head = group * GROUP + lane % GROUP",
+        "head = group * GROUP + (lane - sub) % GROUP"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found(name: str, device: torch.device, interpreted: None) -> None:
+    case, old, new = MISTAKES[name]
+    with planted(fused_verify_attention, "verify_items_kernel", old, new):
+        try:
+            error = checked(SAMPLE[case], device)
+        except AssertionError:
+            return
+    assert not error <= TOLERANCE[torch.float32], error
 
 
 def test_which_launches_are_fused(device: torch.device) -> None:

@@ -137,11 +137,12 @@ def turned_items_kernel(
 
 @triton.jit
 def norm_and_rotate(
-    source, head, live, cos, sin, norm, eps, D: tl.constexpr, LANES: tl.constexpr, NORMED: tl.constexpr
-):
+    source, head, live, cos, sin, norm, eps, D: tl.constexpr, LANES: tl.constexpr, NORMED: tl.constexpr,
+    EACH: tl.constexpr = False,
+):  # fmt: skip
     """Returns [heads, LANES] normed and rounded if NORMED, then rotated and rounded.
 
-    ``source``, ``cos`` and ``sin`` point to the rows of one token, or [heads, 1] to those of a token for each head.
+    ``source``, ``cos`` and ``sin`` point to the rows of one token, or if EACH [heads, 1] to those of a token a head.
     """
     HALF: tl.constexpr = D // 2
     dim = tl.arange(0, LANES)
@@ -157,8 +158,12 @@ def norm_and_rotate(
         theirs = tl.load(norm + far, mask=dim < D, other=0.0).to(tl.float32)[None, :]
         near = (near * size * own).to(held.dtype).to(tl.float32)
         other = (other * size * theirs).to(held.dtype).to(tl.float32)
-    cosine = tl.load(cos + dim[None, :], mask=(dim < D)[None, :], other=0.0)
-    sine = tl.load(sin + dim[None, :], mask=(dim < D)[None, :], other=0.0)
+    if EACH:
+        cosine = tl.load(cos + dim[None, :], mask=(dim < D)[None, :], other=0.0)
+        sine = tl.load(sin + dim[None, :], mask=(dim < D)[None, :], other=0.0)
+    else:
+        cosine = tl.load(cos + dim, mask=dim < D, other=0.0)[None, :]
+        sine = tl.load(sin + dim, mask=dim < D, other=0.0)[None, :]
     sine = tl.where((dim < HALF)[None, :], -sine, sine)
     return (near * cosine + other * sine).to(held.dtype)
 

@@ -116,7 +116,7 @@ def verify_items_kernel(
     position = (start + tl.where(live, own, token)).to(tl.int64)
     turn = (position * D)[:, None]
     source = qkv + turn * (GROUPS * GROUP + 2 * GROUPS)
-    queries = norm_and_rotate(source, head, live, cos + turn, sin + turn, q_norm, eps, D, LANES, NORMED)
+    queries = norm_and_rotate(source, head, live, cos + turn, sin + turn, q_norm, eps, D, LANES, NORMED, True)
     tile = QueryTile(queries, lane, live, position, own, head, token + sub // GROUP, below)
     reach = _stored_reach(tile, before, begin, limit, N, WINDOW)
     keys = PagedKeys(k + group * D, v + group * D, blocks + tl.load(block_start + row), reach.stop)
@@ -127,7 +127,7 @@ def verify_items_kernel(
     key_head = GROUPS * GROUP + group + new * 0
     turn = (place * D)[:, None]
     source = qkv + turn * (GROUPS * GROUP + 2 * GROUPS)
-    key = norm_and_rotate(source, key_head, there, cos + turn, sin + turn, k_norm, eps, D, LANES, NORMED)
+    key = norm_and_rotate(source, key_head, there, cos + turn, sin + turn, k_norm, eps, D, LANES, NORMED, True)
     inside = there[:, None] & (dim < D)[None, :]
     value = tl.load(source + ((key_head + GROUPS) * D)[:, None] + dim[None, :], mask=inside, other=0.0)
     first_lane = (new - token) * GROUP  # the tile that has a token's first query stores its key
