@@ -160,7 +160,7 @@ def lines(report: JsonObject) -> Iterator[str]:
     for one in report["verified"]:
         yield (
             f"  {one['rows']:>3} rows of {one['drafts']} drafts: {1e3 * one['step']:.2f} ms a step, {one['kernels']} "
-            f"kernels; {one['ratio']:.2f} x a step without, so that more tokens a row and step pay"
+            f"kernels; pays from {one['ratio']:.2f} tokens a row on"
         )
     for prompt in report["prompts"]:
         shares = sorted(prompt["parts"].items(), key=lambda part: -part[1])

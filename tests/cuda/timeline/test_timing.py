@@ -152,7 +152,7 @@ def test_plan_prints_steps_that_verify(capsys: pytest.CaptureFixture[str]) -> No
     words = ["--device", "cuda", "--memory", "80GiB", "--time", "--spec-method", "ngram", "--max-num-seqs", "32"]
     assert plan(words) == 0
     said = capsys.readouterr().out
-    assert "  1 rows of 4 drafts: " in said and " kernels; 1.0" in said, said
+    assert "  1 rows of 4 drafts: " in said and " kernels; pays from 1.0" in said, said
 
 
 def test_parts_add_up_and_constants_move_a_step_the_right_way() -> None:
