@@ -12,8 +12,13 @@ from tests.kernels.layers.test_dependent import layers, nothing
 from tests.kernels.layers.test_whole_layer import TOLERANCE, checked
 from tests.oracles.layers.dependent_launches import unordered
 from tests.oracles.layers.layer_cases import LayerCase, LayerRun
-from trencadis.backends.cuda.kernels.layers import fused_layer, fused_verify_attention
+from trencadis.backends.cuda.kernels.layers import fused_layer, fused_verify_attention, skinny_gemm
 from trencadis.backends.cuda.ops import CudaOps, InvariantCudaOps
+from trencadis.backends.cuda.shape_policy import SERVING
+from trencadis.core.buckets import Stage, verify_variant
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.shape_limits import ShapeLimits
 
 NORMED: dict[str, Any] = {"qk_norm": True, "qkv_bias": False}
 
@@ -112,3 +117,13 @@ def test_which_launches_are_fused(device: torch.device) -> None:
     assert not fused_layer.can_fuse(layer, torch.empty(17, 64), attn), "more tokens than a tile has rows"
     assert not fused_layer.can_fuse(layer, run.x, attn._replace(upto=attn.context)), "tokens that see later ones"
     assert not InvariantCudaOps.whole_layers, "--batch-invariant runs every launch op by op"
+
+
+@pytest.mark.parametrize(("drafts", "rows"), [(1, 8), (4, 3), (6, 2), (15, 1), (16, 1)])
+def test_the_plan_has_the_most_rows_whose_layers_are_fused(drafts: int, rows: int) -> None:
+    """Three rows of five tokens do not run op by op as four."""
+    assert SERVING.fused_tokens == skinny_gemm.FEW
+    limits = ShapeLimits(block_size=16, max_model_len=512, max_rows=32, max_tokens=256, drafts=drafts)
+    plan = make_plan(SERVING, limits, BucketOptions())
+    assert rows in plan.sizes(Stage.VERIFY)
+    assert plan.fit(Stage.VERIFY, (rows,), verify_variant(drafts + 1)).dims == (rows,)
