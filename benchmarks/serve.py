@@ -160,7 +160,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="", help="checkpoint folder (default: the bundled demo)")
     parser.add_argument("--clients", default="1,8,32", help="concurrent clients; on a card try 1,8,32,128")
-    parser.add_argument("--loads", type=kinds_of, default=KINDS[:2], help=f"of {', '.join(KINDS)}; text,image by default")
+    parser.add_argument(
+        "--loads", type=kinds_of, default=KINDS[:2], help=f"of {', '.join(KINDS)}; text,image by default"
+    )
     parser.add_argument("--side", type=int, default=448, help="pixels of an image's side")
     parser.add_argument("--kv", default="1GiB", help="our KV cache")
     parser.add_argument("--quick", action="store_true", help="one request per client")

@@ -74,9 +74,7 @@ def engine_of(path: Path, **flags: Any) -> Engine:
     return create_engine(EngineConfig(model=str(path), **{**FLAGS, **flags}))
 
 
-def run(
-    engine: Engine, seed: int, count: int, predicted: Answers | None = None, closes: bool = True
-) -> SampledTraffic:
+def run(engine: Engine, seed: int, count: int, predicted: Answers | None = None, closes: bool = True) -> SampledTraffic:
     """Answers of random requests, which may come with a prediction; ``closes``: the engine is closed behind them."""
     sizes = engine.scheduler.limits
     engine.set_vocabulary(vocabulary(engine.info().vocab_size, sizes.eos).pack())

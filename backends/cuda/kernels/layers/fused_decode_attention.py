@@ -100,9 +100,7 @@ def turned_items_kernel(
     head = group * GROUP + lane
     dim = tl.arange(0, LANES)
     source = qkv + position * ((GROUPS * GROUP + 2 * GROUPS) * D)
-    queries = norm_and_rotate(
-        source, head, live, cos + position * D, sin + position * D, q_norm, eps, D, LANES, NORMED
-    )
+    queries = norm_and_rotate(source, head, live, cos + position * D, sin + position * D, q_norm, eps, D, LANES, NORMED)
     tile = QueryTile(queries, lane, live, position + lane * 0, lane * 0 + token, head, token, token + 1)
     reach = _stored_reach(before, begin, limit, N, WINDOW)
     keys = PagedKeys(k + group * D, v + group * D, blocks + tl.load(block_start + row), reach.stop)

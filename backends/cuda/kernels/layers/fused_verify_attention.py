@@ -1,9 +1,9 @@
 """Attention of rows of several tokens fused with rotary, head norms, and the store of keys and values.
 
 It serves launches of up to ``skinny_gemm.FEW`` tokens: VERIFY, and the smallest prompts. Work items, their blocks of
-queries and their join are those of ``paged_attention``, so that a stored key is read once for all tokens of a block. The
-new keys of a row, at most NEW, are one more tile: every program rotates those that its queries see. The program whose
-queries and piece of keys hold a token stores its key and value: no launch reads what it writes to the cache.
+queries and their join are those of ``paged_attention``, so that a stored key is read once for all tokens of a block.
+The new keys of a row, at most NEW, are one more tile: every program rotates those that its queries see. The program
+whose queries and piece of keys hold a token stores its key and value: no launch reads what it writes to the cache.
 """
 
 from __future__ import annotations
