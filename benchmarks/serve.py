@@ -5,8 +5,8 @@ python -m benchmarks.serve [--model DIR] [--clients 1,8,32,128] [--loads text,im
 
 The server runs as a process on the loopback and is ended afterwards; ``--enforce-eager`` adds a second one without
 graphs, ``--vllm`` one of vLLM, from this Python or from one of its own, each started when the one before has ended.
-The load ``edited`` asks for a text of the prompt once more, which is what guesses of n-grams are for; it stands where
---loads names it. Of a model with random weights the answers repeat themselves instead, alike on both sides.
+The load ``edited`` asks for a text of the prompt once more, which is what guesses of n-grams are for, where --loads
+names it. A model with random weights does not do so: ``benchmarks.harness.checkpoints cycles`` has answers that repeat.
 
 Clients are a closed loop, so at the start they all ask at once: the first token then waits for the prompts of others.
 """
