@@ -67,7 +67,7 @@ class Shape:
     std: float = 0.02
     dtype: str = "float32"
     cycle: int = 0
-    """The likeliest id after another is the next of so many neighbours, in a circle; 0: whatever comes of the values."""
+    """The likeliest id after another is the next of so many neighbours, in a circle; 0: it comes of random values."""
 
 
 HALF = Shape("half", 151643, 151936, 896, 24, 14, 2, 4864, (8, 12, 12), 1280, 16, 3420, 8, (3, 7))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.reference_ops import PlainWeight
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import ItemAttn, SingleAttn
+from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn, SingleAttn
 from trencadis.backends.cuda.kernels.layers import (
     fused_decode_attention,
     fused_verify_attention,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trencadis.backends.cuda.kernels import online_softmax, paged_attention, tile_sizes
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import ItemAttn, SingleAttn
+from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn, SingleAttn
 from trencadis.backends.cuda.kernels.layers import dependent_launch
 from trencadis.backends.cuda.kernels.layers.dependent_launch import wait
 from trencadis.backends.cuda.kernels.layers.fused_decode_attention import HeadNorms, norm_and_rotate
