@@ -92,7 +92,7 @@ def times(
     longest = [n for n in prompts if n <= model.text.max_positions]
     return {
         "model": model.name, "card": on.name, "ranks": ranks, "context": context, "depth": depth, "loads": loads,
-        "verified": [_verified(recorder, bucket, context, on, depth) for bucket in verified],
+        "verified": [_estimate_verify(recorder, bucket, context, on, depth) for bucket in verified],
         "prompts": [_prompt(recorder.prompt(count), count, on) for count in longest],
         "sources": {**sources(on.name), "host": "our own: docs/benchmarks.md"},
     }  # fmt: skip
@@ -116,7 +116,7 @@ def _load(kernels: Sequence[RecordedKernel], rows: int, on: CardTimes, depth: in
     }
 
 
-def _verified(recorder: DecodeRecorder, bucket: Bucket, context: int, on: CardTimes, depth: int) -> JsonObject:
+def _estimate_verify(recorder: DecodeRecorder, bucket: Bucket, context: int, on: CardTimes, depth: int) -> JsonObject:
     """Returns the seconds of a step that verifies drafts, and of one of the same rows without."""
     rows, width = bucket.dims[0], verified_width(bucket)
     kernels = recorder.step(rows, context, width=width)

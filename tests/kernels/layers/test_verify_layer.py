@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.benchmarks.test_planted_decode import planted
 from tests.kernels.layers.test_dependent import layers, nothing
 from tests.kernels.layers.test_whole_layer import TOLERANCE, checked
 from tests.oracles.layers.dependent_launches import unordered
 from tests.oracles.layers.layer_cases import LayerCase, LayerRun
+from tests.oracles.planted_mistakes import planted
 from trencadis.backends.cuda.kernels.layers import fused_layer, fused_verify_attention, skinny_gemm
 from trencadis.backends.cuda.ops import CudaOps, InvariantCudaOps
 from trencadis.backends.cuda.shape_policy import SERVING
