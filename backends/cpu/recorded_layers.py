@@ -14,6 +14,7 @@ exchanges. A recording holds the tensors of one layer: 40 KB a row at a width of
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar, cast
@@ -35,6 +36,8 @@ from trencadis.backends.cpu.native.ctypes_structs import (
 )
 from trencadis.backends.cpu.native.kernel_threads import Calls
 from trencadis.core.device.backend import AdapterRows, Attn, LayerKV, Rotary
+
+log = logging.getLogger("trencadis.engine")
 
 MOST_ROWS = 16
 """Rows of the largest launch that is recorded: products take longer than Python beyond."""
@@ -370,7 +373,13 @@ class RecordedLayers:
             return run_layers(self._layers, x, residual, rotary, attn, *rows)
         known, adapters = self._known[key], cast("tuple[CpuAdapterRows, ...]", rows)
         if known is None:
-            out, self._known[key] = record(self._layers, inputs, attn, adapters)
+            try:
+                out, self._known[key] = record(self._layers, inputs, attn, adapters)
+            except OSError as error:
+                # torch imports its compiler at the first record, and that needs a temporary folder.
+                log.warning("small launches are not recorded: %s", error.strerror or error)
+                self._plain = {False, True}
+                return run_layers(self._layers, x, residual, rotary, attn, *rows)
             if self._known[key] is None:
                 self._plain.add(adapted)
             return out

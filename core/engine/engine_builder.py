@@ -60,6 +60,7 @@ from trencadis.core.memory.weight_bytes import adapter_bytes, host_adapters, slo
 from trencadis.core.models import model_loader
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.decoder_layer import choose_timed_part
+from trencadis.core.operator_files import expand_path
 from trencadis.core.process import torch_detection
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler, ModelDrafts
 from trencadis.core.scheduling.encoder_cache import EncoderCache
@@ -350,9 +351,7 @@ def trial_folder(config: EngineConfig) -> Path | None:
     """Returns the folder of measured kernels: that of packed weights, or of other measurements; None: none are used."""
     if not config.kernel_trial or config.batch_invariant:
         return None
-    return (
-        Path(config.packed_weights_dir).expanduser() if config.packed_weights_dir else graph_measurement_cache.folder()
-    )
+    return expand_path(config.packed_weights_dir) if config.packed_weights_dir else graph_measurement_cache.folder()
 
 
 def _host(

@@ -220,7 +220,7 @@ def check_chunking(config: EngineConfig, model: ModelConfig, tokens: int, rows: 
 
     ``max_model_len``: as the KV cache holds it.
     """
-    if model.text.bidirectional_images:
+    if model.text.bidirectional_images and config.limit_mm_per_prompt.get("image", 1):
         image_tokens = model_registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment).tokens
         if tokens < image_tokens + rows:
             raise StartupError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,27 @@ def test_norms_of_heads_that_lie_apart(n: int, weight: torch.dtype) -> None:
         ops.norm_heads(heads.float(), own.float(), 1e-6),
         ops.rms_norm(heads.float().reshape(-1, 40), own.float(), 1e-6)[0].view(heads.shape),
     )
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.EROFS, errno.ENOSPC, errno.EFBIG])
+def test_a_system_without_a_folder_to_write_to_records_nothing(
+    code: int, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch imports its compiler at the first record, which needs a temporary folder; containers may have none."""
+    llm = make(checkpoints.qwen2(tmp_path / "c", dtype=torch.bfloat16, **WIDE))
+    ops_of(llm).records = False
+    plain = answer(llm, 2)
+    ops_of(llm).records = True
+    tries = list[object]()
+
+    def refuse(*given: object) -> None:
+        tries.append(given)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("trencadis.backends.cpu.recorded_layers.record", refuse)
+    assert answer(llm, 2) == plain and answer(llm, 2) == plain
+    (group,) = groups_of(llm)
+    assert not group.replays and len(tries) == 1
 
 
 def test_windows_that_differ_by_layer(make: Make, tmp_path: Path) -> None:
