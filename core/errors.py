@@ -17,6 +17,9 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 MAX_MESSAGE = 199
 """Longest message sent to a client, in characters."""
 
+MAX_LINE = 2000
+"""Longest line of an error that ends the start, in characters."""
+
 
 class TrencadisError(Exception):
     """Base class of all errors that are reported to users.
@@ -141,11 +144,14 @@ class StartupError(Exception):
     """Ends the start-up with one line for the terminal and exit code 2.
 
     Line feeds and other control characters become spaces: a checkpoint's names stand in such lines, and must not forge
-    others or move the cursor.
+    others or move the cursor. The middle of a line longer than ``MAX_LINE`` is left out: its end tells the reason.
     """
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(CONTROL.sub(" ", message).encode("utf-8", "backslashreplace").decode())
+        line = CONTROL.sub(" ", message)
+        if len(line) > MAX_LINE:
+            line = f"{line[: MAX_LINE // 2]} … {line[3 - MAX_LINE // 2 :]}"
+        super().__init__(line.encode("utf-8", "backslashreplace").decode())
 
 
 class FilesNotFound(StartupError):

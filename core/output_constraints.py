@@ -15,6 +15,15 @@ MAX_PATTERN = 1024
 """Limit of the numbers in ``RepetitionDetectionParams``, which bounds the cost of the comparison per token."""
 
 
+LIBRARY_FAILED = "the grammar library failed: "
+"""Beginning of the reasons of failed choices that are faults of this server, not of what the request asks for."""
+
+
+def find_failure_status(reason: str) -> int:
+    """Returns the HTTP status of a choice that its constraints end: 400, except for faults of this server (500)."""
+    return 500 if reason.startswith(LIBRARY_FAILED) else 400
+
+
 @dataclass(slots=True)
 class StructuredOutputsParams:
     """The form of an answer, and the white space in its JSON.

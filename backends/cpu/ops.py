@@ -30,7 +30,7 @@ from trencadis.backends.cpu.native import dense_linear, quantised_weight_panels,
 from trencadis.backends.cpu.native.attention_and_row_kernels import rms_norm, silu_mul
 from trencadis.backends.cpu.native.dense_linear import PackedWeight as PackedWeight
 from trencadis.backends.cpu.native.dense_linear import by_sizes, pieces
-from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, Op, chosen_table
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import ANY, KernelTable, Op, chosen_table
 from trencadis.backends.cpu.native.quantised_weight_panels import DTYPE_NAMES, PanelWeight, panel_weight
 from trencadis.backends.cpu.recorded_layers import ReplayOps
 from trencadis.backends.cpu.recurrent_ops import RecurrentKernelOps
@@ -168,7 +168,7 @@ class CpuOps(ReplayOps, RecurrentKernelOps, AdapterOps, ReferenceOps):
         return self._torch_rms_norm(x, weight, eps, residual) if made is None else (made, x)
 
     def norm_heads(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Implements ``core.models.interface.HeadNormOps``."""
+        """Implements ``core.models.model_and_ops_api.HeadNormOps``."""
         made = row_kernels.norm_heads(x, weight, eps, self.table)
         return self.rms_norm(x.reshape(-1, x.shape[2]), weight, eps)[0].view(x.shape) if made is None else made
 

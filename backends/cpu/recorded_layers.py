@@ -8,7 +8,7 @@ their own: the runs of rows with one adapter each are an input, and A and B are 
 
 Neighbours of one kind are recorded together: those with attention over the same tokens, or with a recurrent state.
 Only layers whose work the library does are recorded. If torch computes anything in one, it runs call by call: in
-float32, whose norms are torch's, with an 8-bit KV cache or experts, and with several ranks, whose sums Python
+float16, whose products are torch's, with an 8-bit KV cache or experts, and with several ranks, whose sums Python
 exchanges. A recording holds the tensors of one layer: 40 KB a row at a width of 896.
 """
 
@@ -449,7 +449,7 @@ def decodes_few(attn: Attn) -> bool:
 
 
 class ReplayOps:
-    """The part of the CPU's ops that records layers; implements ``core.models.interface.GroupingOps``."""
+    """The part of the CPU's ops that records layers; implements ``core.models.model_and_ops_api.GroupingOps``."""
 
     records = False
     """True: layers of small decode launches are recorded, and replayed in one call."""

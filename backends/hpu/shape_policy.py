@@ -28,7 +28,7 @@ from trencadis.core.device_shape_policy import (
 )
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import FP8, INT8
-from trencadis.core.quant.quantisation_scheme import FLOATS8
+from trencadis.core.quant.quantised_weight_layout_and_bytes import FLOATS8
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.shapes.launch_costs import Costs
 from trencadis.core.vision_config import WINDOW_SLOTS
@@ -155,7 +155,7 @@ def graph_input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
 
 def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
     """Returns the exact bytes of a bucket's input tensors: 32-bit words and bytes, as packed by
-    ``launches/static_tensor_copies.py``.
+    ``launches/input_and_output_copies.py``.
     """
     dims, vocab = bucket.dims, sizes.vocab
     bits, upto, units = -(-vocab // 8), 4 if sizes.upto else 0, planned_units(bucket.variant)

@@ -121,6 +121,8 @@ class DeviceShare:
 ATTENTION, MLPS, TOWER, RECURRENT = "attention", "MLPs", "vision tower", "recurrent layers"
 """Parts of a model that take LoRA adapters, as ``trencadis models`` names them."""
 EVERY_PART = (ATTENTION, MLPS, TOWER)
+HYBRID, HYBRID_MOE = (ATTENTION, MLPS, RECURRENT), (ATTENTION, RECURRENT)
+"""Parts of models with recurrent layers, whose layers have MLPs, or experts."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
+from trencadis.core.operator_files import read_regular_text
 
 MOST = 2**31 - 1
 """Upper limit of any count: the largest int32."""
@@ -29,7 +30,7 @@ def read_json(path: Path) -> JsonObject | None:
         StartupError: the file cannot be read or holds no JSON object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
+        value = json.loads(read_regular_text(path, "utf-8-sig"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -27,6 +27,7 @@ from trencadis.core.buckets import align_up
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping
+from trencadis.core.operator_files import expand_path
 from trencadis.core.weight_files import files_of
 
 log = logging.getLogger("trencadis.engine")
@@ -237,7 +238,7 @@ def packed_file(config: EngineConfig, rank: int = 0) -> PackedFile | None:
         return None
     label = model.parent.parent.name if model.parent.name == "snapshots" else model.name  # the hub's cache
     number = hashlib.sha256(json.dumps(_packing_key(config, model, rank), sort_keys=True).encode()).hexdigest()[:16]
-    path = Path(folder).expanduser() / f"{label}-{number}.packed"
+    path = expand_path(folder) / f"{label}-{number}.packed"
     return PackedFile(path, tuple((file, info.st_size, int(info.st_mtime)) for file, info in found))
 
 

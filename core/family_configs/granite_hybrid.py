@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from trencadis.core.checkpoint import family
 from trencadis.core.checkpoint.decoder_config_parsers import (
     FULL,
     MOST_HEADS,
@@ -17,7 +16,7 @@ from trencadis.core.checkpoint.decoder_config_parsers import (
     layer_types,
 )
 from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig
-from trencadis.core.checkpoint.family import BARE, GENERATE, Family, ParsedConfig, StoredNames
+from trencadis.core.checkpoint.family import BARE, GENERATE, HYBRID, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.family_configs.llama import PREFIXES, multiplier
@@ -114,5 +113,5 @@ FAMILY = Family(
     ignored=frozenset({
         "output_router_logits", "router_aux_loss_coef", "mamba_chunk_size", "init_method", "embedding_dropout",
     }),
-    adapters=(family.ATTENTION, family.MLPS, family.RECURRENT),
+    adapters=HYBRID,
 )  # fmt: skip

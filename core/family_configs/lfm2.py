@@ -13,16 +13,7 @@ from trencadis.core.checkpoint.decoder_config_parsers import (
     layer_types,
 )
 from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig
-from trencadis.core.checkpoint.family import (
-    ATTENTION,
-    BARE,
-    GENERATE,
-    MLPS,
-    RECURRENT,
-    Family,
-    ParsedConfig,
-    StoredNames,
-)
+from trencadis.core.checkpoint.family import BARE, GENERATE, HYBRID, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import TextConfig
 
@@ -92,5 +83,5 @@ FAMILY = Family(
     names=StoredNames({"model.embedding_norm.": "norm.", "model.": "", "lm_head.": "lm_head."}, INNER_NAMES),
     tied=True,
     ignored=IGNORED,
-    adapters=(ATTENTION, MLPS, RECURRENT),
+    adapters=HYBRID,
 )

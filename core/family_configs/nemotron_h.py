@@ -18,16 +18,7 @@ from trencadis.core.checkpoint.decoder_config_parsers import (
     heads_of,
 )
 from trencadis.core.checkpoint.decoder_layer_config import ExpertsConfig, RecurrentConfig, SigmoidRouting
-from trencadis.core.checkpoint.family import (
-    ATTENTION,
-    BARE,
-    GENERATE,
-    MLPS,
-    RECURRENT,
-    Family,
-    ParsedConfig,
-    StoredNames,
-)
+from trencadis.core.checkpoint.family import BARE, GENERATE, HYBRID, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import PLAIN, TextConfig
 from trencadis.core.family_configs.granite_hybrid import MOST_TAPS, refuse_step_limits
@@ -184,5 +175,5 @@ FAMILY = Family(
         "rope_scaling",
     }),
     skipped=("mtp.",),
-    adapters=(ATTENTION, MLPS, RECURRENT),
+    adapters=HYBRID,
 )  # fmt: skip

@@ -19,16 +19,7 @@ from trencadis.core.checkpoint.decoder_config_parsers import (
     layer_types,
 )
 from trencadis.core.checkpoint.decoder_layer_config import RecurrentConfig
-from trencadis.core.checkpoint.family import (
-    ATTENTION,
-    BARE,
-    GENERATE,
-    MLPS,
-    RECURRENT,
-    Family,
-    ParsedConfig,
-    StoredNames,
-)
+from trencadis.core.checkpoint.family import BARE, GENERATE, HYBRID, HYBRID_MOE, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
 from trencadis.core.family_configs.qwen3 import dense_layers
@@ -99,7 +90,7 @@ FAMILY = Family(
     names=StoredNames(PREFIXES),
     ignored=IGNORED,
     skipped=SKIPPED,
-    adapters=(ATTENTION, MLPS, RECURRENT),
+    adapters=HYBRID,
 )
 
 
@@ -150,7 +141,7 @@ QWEN3_5_MOE = Family(
     names=StoredNames(PREFIXES),
     ignored=IGNORED | ROUTING,
     skipped=SKIPPED,
-    adapters=(ATTENTION, RECURRENT),
+    adapters=HYBRID_MOE,
 )
 QWEN3_NEXT = replace(
     QWEN3_5_MOE,
@@ -158,5 +149,5 @@ QWEN3_NEXT = replace(
     model_type="qwen3_next",
     architectures={"Qwen3NextForCausalLM": GENERATE, "Qwen3NextModel": BARE},
     config=describe_next,
-    adapters=(ATTENTION, MLPS),
+    adapters=Family.adapters,  # none of its projections, which are interleaved
 )

@@ -10,10 +10,10 @@ import hmac
 import os
 import ssl
 import stat
-from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from trencadis.core.errors import StartupError
+from trencadis.core.operator_files import read_regular
 
 SIZE = 32
 
@@ -41,7 +41,7 @@ class GroupKey:
             StartupError: the file cannot be read, is too short, or others than its owner may read or write it.
         """
         try:
-            mode, data = os.stat(path).st_mode, Path(path).read_bytes().strip()
+            mode, data = os.stat(path).st_mode, read_regular(path).strip()
         except OSError as error:
             raise StartupError(f"--group-key-file {path}: {error.strerror}") from None
         if mode & 0o077:

@@ -26,6 +26,7 @@ from trencadis.core.checkpoint.model_registry import adapted_tower, family_of
 from trencadis.core.checkpoint.quant_config import canonical_name
 from trencadis.core.errors import FilesNotFound, StartupError
 from trencadis.core.json_types import Json
+from trencadis.core.operator_files import expand_path
 
 CONFIG = "adapter_config.json"
 MOST_RANK = 4096
@@ -433,7 +434,7 @@ def resolve_folder(path: str, allowed: Path | None = None) -> Path:
         FilesNotFound: there is no such folder.
         StartupError: it is not inside ``allowed``, or a file in it is a link out of it.
     """
-    folder = Path(os.path.realpath(Path(path).expanduser()))
+    folder = Path(os.path.realpath(expand_path(path)))
     if allowed is not None and not folder.is_relative_to(os.path.realpath(allowed)):
         raise StartupError(f"{path[:120]} is not inside the folder of --allowed-lora-path")
     if not folder.is_dir():

@@ -24,9 +24,9 @@ from trencadis.core.lora.adapter_files import WEIGHTS, Adapter, AdapterTensor, c
 from trencadis.core.models.attention import Attention
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.decoder_layer import DecoderLayer, SinglePartLayer
-from trencadis.core.models.interface import Model
 from trencadis.core.models.linear_and_embedding import ColumnParallelLinear, Linear, RowParallelLinear, Share, pad_rows
 from trencadis.core.models.mlp_and_norms import GatedMLP, PlainMLP
+from trencadis.core.models.model_and_ops_api import Model
 from trencadis.core.models.recurrent_layers import AdaptedMixer
 from trencadis.core.request import AdapterRef
 from trencadis.core.step import AdapterUpload

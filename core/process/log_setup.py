@@ -18,6 +18,7 @@ from typing import TextIO
 
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
+from trencadis.core.operator_files import read_regular_text
 
 MOST_WAITING = 4 << 20
 """Characters of lines that wait to be written; further lines are dropped and counted."""
@@ -194,7 +195,7 @@ def apply_config_file(path: str) -> None:
     try:
         if not Path(path).is_file():
             raise StartupError(f"--log-config-file {path}: no such file; {rule}")
-        given = json.loads(Path(path).read_text(encoding="utf-8"))
+        given = json.loads(read_regular_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise StartupError(f"--log-config-file {path}: {_first_line(error)}; {rule}") from None
     if not isinstance(given, dict):

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isqrt
-from pathlib import Path
 from typing import NamedTuple
 
 from trencadis.core import envs
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, align_up
 from trencadis.core.device_shape_policy import Density
 from trencadis.core.errors import StartupError
+from trencadis.core.operator_files import read_regular_text
 from trencadis.core.vision_config import WINDOW_SLOTS
 
 WIDE_GAP = 1024
@@ -157,7 +157,7 @@ def read_file(path: str, name: str) -> tuple[FileBucket, ...]:
         StartupError: the file cannot be read, a line is no bucket, or there are no buckets.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = read_regular_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no UTF-8 text"
         raise StartupError(f"{name}={path}: {reason}.") from None
@@ -371,7 +371,7 @@ def vision_list(text: str | None, name: str) -> tuple[tuple[int, ...] | None, bo
         raise StartupError(f"{name}={text!r} holds no bucket; give patches such as 1600,3136, or None, or unset it.")
     found = set()
     for entry in entries:
-        patches = int(entry) if entry.isdigit() else 0
+        patches = int(entry) if entry.isdecimal() and len(entry) < 16 else 0
         if not patches or patches % WINDOW_SLOTS:
             hint = f" (the next one is {slots_of_patches(patches)})" if patches else ""
             raise StartupError(

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import json
 import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.device_shape_policy import Policy
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping
+from trencadis.core.operator_files import read_regular
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import COARSE
 from trencadis.core.shapes.launch_costs import work_of
@@ -36,12 +37,10 @@ def read_profile(path: str, policy: Policy, block_size: int) -> NeedHistogram:
         StartupError: the file is unreadable, no profile, or of a device with other launches or KV blocks.
     """
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        data = read_regular(path, MAX_BYTES)
     except OSError as error:
-        raise StartupError(f"--bucket-profile {path}: {error.strerror}.") from None
-    if len(data) > MAX_BYTES:
-        raise StartupError(f"--bucket-profile {path}: larger than {MAX_BYTES >> 10} KiB.")
+        why = f"larger than {MAX_BYTES >> 10} KiB" if error.errno == errno.EFBIG else error.strerror
+        raise StartupError(f"--bucket-profile {path}: {why}.") from None
     try:
         return _parse(json.loads(data), policy, block_size)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -17,6 +17,7 @@ from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping, JsonObject
+from trencadis.core.operator_files import expand_path
 from trencadis.core.spec.spec_config import EAGLE3, draft_flag, requested_speculation
 from trencadis.core.weight_files import HEAD_STATES, HEAD_TABLE, stores_tensor
 
@@ -151,8 +152,9 @@ def load_draft_config(config: EngineConfig, path: str, target: ModelConfig, flag
     Raises:
         StartupError: it cannot draft for ``target``; one line.
     """
-    if not (Path(path) / "config.json").is_file():
-        if (Path(path) / "adapter_config.json").is_file():
+    folder = expand_path(path)
+    if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
             raise StartupError(
                 f"{flag}: {path} is a LoRA adapter, and a draft model takes none: it drafts as the base, and the "
                 "adapter of a request verifies"

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trencadis.core.output_constraints import LIBRARY_FAILED
 from trencadis.core.step import UInt8
-from trencadis.core.token_masks.grammar_vocabulary import Vocabulary, open_tokenizer
-from trencadis.core.token_masks.token_healing import Spelling, TokenHealing
+from trencadis.core.token_masks.canonical_ids_of_forced_text import Spelling, TokenHealing
+from trencadis.core.token_masks.grammar_tokenizer_and_vocabulary import Vocabulary, open_tokenizer
 from trencadis.core.token_masks.token_rule_matchers import keep, remove
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ COMPILERS = 2
 STATES = 32_000
 """Limit of a grammar's lexer states, 1 to 2 kB each; the library's own limit would take half a gigabyte."""
 
-ROW_ITEMS = 10_000
-"""Limit of the parser's items at one position.
+ROW_ITEMS = 4_000
+"""Limit of the parser's items at one position. The time of a mask can grow with its third power.
 
 An object with 500 optional properties has 2,000, the library's default.
 """
@@ -146,7 +147,7 @@ class GrammarMatcher:
         """Marks this matcher as failed after a panic of the library, which is not raised as an ``Exception``."""
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise error
-        self._broken = first_line(f"the grammar library failed: {error}")
+        self._broken = first_line(f"{LIBRARY_FAILED}{error}")
 
     def rollback(self, count: int) -> None:
         """Undoes the last ``count`` tokens."""

@@ -9,11 +9,13 @@ Computes which ids a choice may sample next, from all its matchers and its end. 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from trencadis.core.output_constraints import LIBRARY_FAILED
 from trencadis.core.step import Opening, UInt8
 from trencadis.core.step_output import HeadOutput
 from trencadis.core.token_masks.draft_masks import ChoiceRows, DraftFailure, DraftMasks, count_accepted
@@ -33,6 +35,15 @@ if TYPE_CHECKING:
 
 
 NOTHING_LEFT = "The constraints of this request leave no token that may follow."
+
+TOO_SLOW = "The masks of this request's grammar take too long to compute."
+
+SECONDS, SECONDS_A_TOKEN = 0.5, 0.005
+"""CPU seconds that the masks of a choice may take, and more for each of its tokens.
+
+Other requests wait in the same step. Limits of the library bound each mask, but not their sum: an ambiguous grammar may
+need 50 ms for each token, where JSON needs 0.05 ms.
+"""
 
 
 class ForcedId(NamedTuple):
@@ -95,6 +106,8 @@ class ChoiceMasks:
         """
         self.failure = ""
         """The reason why the choice cannot continue, in one line."""
+        self.seconds = 0.0
+        """CPU seconds that the matchers have taken."""
         self._next: UInt8 | None = None
         """The mask of the next token without banned ids, if ``force`` has computed it."""
 
@@ -102,6 +115,14 @@ class ChoiceMasks:
     def ended(self) -> bool:
         """True if the choice has sampled its last token."""
         return bool(self._history) and not self._history[-1]
+
+    @property
+    def too_slow(self) -> bool:
+        """True if the matchers have taken more than their CPU seconds.
+
+        Differs between ranks, so masks do not depend on it; it is only reported.
+        """
+        return self.seconds > SECONDS + SECONDS_A_TOKEN * len(self._history)
 
     def fill(self, row: UInt8, banned: Collection[int] = ()) -> None:
         """Writes the mask of the next token to ``row``; ``banned`` are ids that should not be sampled now."""
@@ -156,7 +177,7 @@ class ChoiceMasks:
         if over:
             return False
         if self._grammar is not None and not self._grammar.accept(token):
-            self.failure = self._grammar.error or "The grammar does not take what was drawn."
+            self.failure = self._grammar.error or f"{LIBRARY_FAILED}it does not accept what was sampled"
         for matcher in (*self._others, *((self._thinking,) if self._thinking else ())):
             matcher.accept(token)
         return stop
@@ -240,6 +261,7 @@ class PendingSample:
         """Waits for the tokens and passes those of each choice to it, as far as its drafts were accepted."""
         self.output = self.head.result()
         for handle, choice in self.choices.items():
+            started = time.thread_time()
             first, drafts = self.rows[handle]
             tokens = self.output.token[first : first + len(drafts) + 1].tolist()
             for place in range(count_accepted(tokens, drafts) + 1):
@@ -254,6 +276,9 @@ class PendingSample:
             forces = self.manager.forces(handle)
             if forces:
                 self._force(handle, choice, place + 1, forces)
+            choice.seconds += time.thread_time() - started
+            if choice.too_slow and handle not in self.failures and not choice.ended:
+                self._fail(handle, place, TOO_SLOW)
 
     def _force(self, handle: int, choice: ChoiceMasks, place: int, most: int) -> None:
         """Adds the ids that the masks of a choice force from draw ``place`` on."""
@@ -321,7 +346,7 @@ class MatcherManager:
             try:
                 grammar = self.grammars.matcher(rule.grammar)
             except Exception as error:
-                failure = first_line(f"{type(error).__name__}: {error}")
+                failure = first_line(f"{LIBRARY_FAILED}{error}")
         thinking = ThinkingMatcher(rule.thinking) if rule.thinking else None
         made = ChoiceMasks(self._ends, opening.stops, grammar, others, thinking, opening.endless)
         made.failure = failure
@@ -335,17 +360,20 @@ class MatcherManager:
         Earlier tokens must have been accepted (``catch_up``). Masks after drafts are filled in order, directly after
         those of the places before them.
         """
+        started = time.thread_time()
+        choice = self._choices[handle]
         if not ahead:
             self._drafts = None
-            self._choices[handle].fill(row, banned)
+            choice.fill(row, banned)
         else:
             if self._drafts is None or self._drafts.handle != handle:
                 assert len(ahead) == 1 and self._last_row is not None
-                self._drafts = DraftMasks(handle, self._choices[handle], self._last_row)
+                self._drafts = DraftMasks(handle, choice, self._last_row)
             self._drafts.fill(row, ahead[-1], banned)
             if self._drafts.failure is not None:
                 self._draft_failures[handle] = self._drafts.failure
         self._last_row = row
+        choice.seconds += time.thread_time() - started
 
     def track_sample(self, head: Pending[HeadOutput], rows: Mapping[int, ChoiceRows]) -> PendingSample:
         """Registers a launched SAMPLE; ``rows``: handle -> its rows."""

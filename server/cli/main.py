@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -40,8 +41,8 @@ MODULES = {
     "plan": "trencadis.server.plan.plan_command",
     "quantize": "trencadis.server.cli.quantize_and_merge_lora_commands",
     "merge-lora": "trencadis.server.cli.quantize_and_merge_lora_commands:merge_lora_main",
-    "check-backend": "trencadis.server.cli.check_backend_and_model_commands",
-    "check-model": "trencadis.server.cli.check_backend_and_model_commands:check_model_main",
+    "check-backend": "trencadis.server.cli.check_backend_and_compare_model",
+    "check-model": "trencadis.server.cli.check_backend_and_compare_model:check_model_main",
     "check-accuracy": "trencadis.server.cli.check_accuracy",
     "key": "trencadis.server.tenants.tenant_registry:print_new_key",
     "models": "trencadis.server.cli.list_models",
@@ -119,9 +120,22 @@ def _print_devices() -> int:
     return 0
 
 
+def _check_working_folder() -> None:
+    """Raises StartupError if the working folder was removed: MKL, which torch brings, ends processes without one."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise StartupError(f"the working folder cannot be used: {error.strerror}") from None
+
+
+NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EDQUOT)
+"""What a start meets under small limits (``ulimit``, quotas): too few files, processes, bytes of memory or of disk."""
+
+
 def _run_with_one_line_errors(command: Callable[[], int]) -> int:
     """Runs a command: a StartupError prints one line and exits with 2, a signal during start-up exits with 0."""
     try:
+        _check_working_folder()
         return command()
     except StartupError as error:
         flush_logs()  # the reason is the last line
@@ -129,7 +143,13 @@ def _run_with_one_line_errors(command: Callable[[], int]) -> int:
         return 2
     except (signals_and_logging.EarlyStop, KeyboardInterrupt):
         return 0
-    except BrokenPipeError:
+    except OSError as error:
+        if error.errno in NO_RESOURCES:
+            flush_logs()
+            print(f"trencadis: the system refuses: {error.strerror}", file=sys.stderr)
+            return 2
+        if not isinstance(error, BrokenPipeError):
+            raise
         # The program that reads the output, such as ``head``, has closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.json_types import Json, JsonMapping
+from trencadis.core.operator_files import expand_path
 from trencadis.core.process import torch_detection
 from trencadis.core.request import SamplingParams
 from trencadis.server.cli.subcommand_flag_parser import CommandOptions, parse_options, print_help_if_asked
@@ -24,7 +25,7 @@ from trencadis.server.config import model_download
 from trencadis.server.processes import signals_and_logging
 from trencadis.server.prompts import media_frontends
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
-from trencadis.server.prompts.text_service import TextService
+from trencadis.server.prompts.prompt_builder import TextService
 
 USAGE = """\
 usage: trencadis quantize MODEL OUT --to fp8|int8|int4 [--group 32|64|128] [--calibrate FILE]
@@ -68,12 +69,12 @@ def main(words: Sequence[str]) -> int:
     recipe = convert.recipe_for(checkpoint, to, group)
     prompts: list[Json] = []
     if "calibrate" in values:
-        file = Path(values["calibrate"]).expanduser()
+        file = expand_path(values["calibrate"])
         made = asyncio.run(_make_prompts(checkpoint.config.path, read_lines(file), file.parent, longest))
         prompts = [
             calibration.Calibrant(p.make_request(str(i), SamplingParams(), arrival=0.0), p.pixels) for i, p in made
         ]
-    written = convert.convert(checkpoint, Path(names[1]).expanduser(), recipe, prompts, _print_line)
+    written = convert.convert(checkpoint, expand_path(names[1]), recipe, prompts, _print_line)
     print(
         f"{names[1]}: {recipe.scheme.label}, {written.bytes_after / 2**30:.2f} GiB of "
         f"{written.bytes_before / 2**30:.2f}; rounding "
@@ -231,6 +232,6 @@ def merge_lora_main(words: Sequence[str]) -> int:
     merging = import_module("trencadis.core.quant.writing.merge_adapter")  # imports torch
     model = model_download.find_model_folder(EngineConfig(model=words[0]))
     adapter = model_download.find_adapter_folder(EngineConfig(), words[1])
-    count = merging.merge_adapter(model, adapter, Path(words[2]).expanduser())
+    count = merging.merge_adapter(model, adapter, expand_path(words[2]))
     print(f"{words[2]}: {count} matrices changed")
     return 0

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.engine_launcher import EngineHandle
+from trencadis.core.executor.engine_process_launcher import EngineHandle
+from trencadis.core.operator_files import expand_path
 from trencadis.core.process import log_setup
 from trencadis.server.cli import batch_lines, batch_targets, serve
 from trencadis.server.cli.batch_lines import ResultFile
@@ -102,10 +103,10 @@ def _is_not_request_record(record: logging.LogRecord) -> bool:
 
 def _run_with_files(args: argparse.Namespace, work: Any) -> int:
     """Calls ``work`` with paths of input and output; URLs are downloaded before and uploaded after."""
-    if args.output_tmp_dir and not Path(args.output_tmp_dir).is_dir():
+    if args.output_tmp_dir and not expand_path(args.output_tmp_dir).is_dir():
         raise StartupError(f"--output-tmp-dir {args.output_tmp_dir}: there is no such folder.")
     with tempfile.TemporaryDirectory(prefix="trencadis-batch-", dir=args.output_tmp_dir) as folder:
-        source, out = Path(args.input_file).expanduser(), Path(args.output_file).expanduser()
+        source, out = expand_path(args.input_file), expand_path(args.output_file)
         if batch_targets.is_url(args.input_file):
             source = Path(folder) / "input.jsonl"
             batch_targets.download(args.input_file, source)

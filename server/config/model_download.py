@@ -10,6 +10,7 @@ from trencadis.core import envs
 from trencadis.core.checkpoint.config_reader import GGUF, GGUF_HINT, load_config
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import FilesNotFound, StartupError
+from trencadis.core.operator_files import expand_path
 
 TEXT = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 """Patterns of files of configuration, tokenizer and templates."""
@@ -33,7 +34,7 @@ def find_model_folder(config: EngineConfig) -> Path:
     Raises:
         StartupError: see ``resolve`` and ``load_config``.
     """
-    if not Path(config.model).expanduser().is_dir():
+    if not expand_path(config.model).is_dir():
         first = _resolve(config, config.model, ["config.json"])
         try:
             load_config(first, overrides=config.hf_overrides)
@@ -73,7 +74,7 @@ def resolve(
     Raises:
         StartupError: there is no such folder, no such repository, or no network; one line.
     """
-    path = Path(model).expanduser()
+    path = expand_path(model)
     if path.is_dir():
         return path.resolve()
     if path.exists():
@@ -91,7 +92,7 @@ def find_adapter_folder(config: EngineConfig, name: str) -> Path:
     Raises:
         StartupError: see ``resolve``.
     """
-    if not Path(name).expanduser().exists() and not _HUB_ID.fullmatch(name):
+    if not expand_path(name).exists() and not _HUB_ID.fullmatch(name):
         raise FilesNotFound(f"There is no folder {name[:200]} of an adapter, and a hub id would be owner/name.")
     return resolve(name, "", config.hf_token, config.download_dir, ADAPTER)
 

@@ -19,6 +19,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.flag_declaration import Bound, FlagValue, options
 from trencadis.core.json_types import JsonMapping
+from trencadis.core.operator_files import check_name, read_regular_text
 from trencadis.core.request import REASONING_EFFORTS
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.spec.spec_config import list_ignored_keys, requested_speculation
@@ -34,7 +35,7 @@ from trencadis.server.config.flag_table_and_lookup import (
 from trencadis.server.config.ignored_and_refused_vllm_env import find_variable
 from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.config.value_parsers import check_allowed_hosts
-from trencadis.server.config.vllm_flag_row import convert_flags
+from trencadis.server.config.vllm_flag_row_and_value_conversion import convert_flags
 from trencadis.server.config.vllm_flag_table import ROWS
 
 VARIABLE = "environment "
@@ -190,6 +191,8 @@ def _check_no_blanks(server: ServerConfig) -> None:
     ):
         if any(not one.strip() for one in given):
             raise StartupError(f"{flag}: {what}.")
+    for name in server.served_model_name:
+        check_name(name, "--served-model-name")
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, tuple[FlagValue, str]]:
@@ -211,6 +214,10 @@ def _get_cpu_kv_space(chosen: Mapping[str, FlagValue], environ: Mapping[str, str
     return int(get_flag_table()["kv_cache_memory_bytes"].parse(f"{text}GiB", CPU_SPACE) or 0)
 
 
+FILE_BYTES, FILE_VALUES = 1 << 20, 10_000
+"""Most bytes and values of a file of ``--config``: aliases in a kilobyte can stand for billions of values."""
+
+
 def _read_file(path: str, notes: list[str]) -> dict[str, FlagValue]:
     """Reads the values of a YAML file, whose keys are long option names."""
     if not path.endswith((".yaml", ".yml")):
@@ -218,12 +225,14 @@ def _read_file(path: str, notes: list[str]) -> dict[str, FlagValue]:
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        content = yaml.safe_load(read_regular_text(path, most=FILE_BYTES))
     except OSError as error:
         raise StartupError(f"--config {path}: {error.strerror}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        line = str(error).replace("\n", " ")
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        line = " ".join(str(error).split())
         raise StartupError(f"--config {path}: not valid YAML ({line[:120]}).") from None
+    if _count_values(content, {}) > FILE_VALUES:
+        raise StartupError(f"--config {path}: more than {FILE_VALUES} values, those of aliases included.")
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -238,6 +247,17 @@ def _read_file(path: str, notes: list[str]) -> dict[str, FlagValue]:
         raise StartupError(f"--config {path}: {error}") from None
     notes += settled.notes
     return found | settled.values
+
+
+def _count_values(content: object, known: dict[int, int]) -> int:
+    """Counts the values of a YAML file as often as aliases name them; one that contains itself counts as too many."""
+    if not isinstance(content, dict | list):
+        return 1
+    if id(content) not in known:
+        known[id(content)] = FILE_VALUES + 1
+        inner = content.values() if isinstance(content, dict) else content
+        known[id(content)] = 1 + sum(_count_values(value, known) for value in inner)
+    return known[id(content)]
 
 
 def _add_file_entry(key: str, value: FlagValue, found: dict[str, FlagValue], vllm_flags: dict[str, FlagValue]) -> None:

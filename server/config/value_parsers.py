@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import re
 import socket
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ def parse_count(text: str, name: str) -> int:
     if match:
         number, unit = match.groups()
         value = float(number) * {**_DECIMAL, **_BINARY}.get(unit or "", 1)
-        if value == round(value) or unit:
+        if math.isfinite(value) and (value == round(value) or unit):
             return round(value)
     raise StartupError(f"{name}: {text!r} is not a whole number (such as 4096, 4k or 4K).")
 
@@ -39,14 +40,15 @@ def parse_count(text: str, name: str) -> int:
 def parse_size(text: str, name: str) -> int:
     """Parses bytes: ``256MiB``, ``1GiB``, ``1GB`` (10^9), ``4K`` (4096), ``4k`` (4000)."""
     match = _BYTES.fullmatch(text.strip())
-    if not match:
-        raise StartupError(f"{name}: {text!r} is not a size (such as 256MiB, 1GB or 268435456).")
-    number, unit, binary = match.groups()
-    if not unit:
-        return round(float(number))
-    bare = not text.strip().lower().endswith("b")
-    factor = _BINARY[unit.upper()] if binary or (bare and unit.isupper()) else _DECIMAL[unit.lower()]
-    return round(float(number) * factor)
+    if match:
+        number, unit, binary = match.groups()
+        bare = not text.strip().lower().endswith("b")
+        factor = 1
+        if unit:
+            factor = _BINARY[unit.upper()] if binary or (bare and unit.isupper()) else _DECIMAL[unit.lower()]
+        if math.isfinite(float(number) * factor):
+            return round(float(number) * factor)
+    raise StartupError(f"{name}: {text!r} is not a size (such as 256MiB, 1GB or 268435456).")
 
 
 def parse_number(text: str, name: str) -> float:
@@ -77,8 +79,9 @@ def parse_mapping(text: str, name: str) -> JsonObject:
     """Parses a JSON object."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise StartupError(f"{name}: {text!r} is not a JSON object ({error.msg}).") from None
+    except (ValueError, RecursionError) as error:
+        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(":")[0]
+        raise StartupError(f"{name}: {text!r} is not a JSON object ({why}).") from None
     if not isinstance(value, dict):
         raise StartupError(f"{name}: {text!r} is not a JSON object.")
     return value
@@ -108,7 +111,7 @@ def parse_words(text: str, name: str) -> list[str]:
     if text.lstrip().startswith("["):
         try:
             value = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             value = None
         if not isinstance(value, list):
             raise StartupError(f"{name}: {text!r} is not a JSON list.")
@@ -125,7 +128,7 @@ def parse_json_or_text(text: str) -> Json:
     """Parses the value of ``--opt.key value``: JSON if possible, else the text itself."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

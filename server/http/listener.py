@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trencadis.core.errors import StartupError
+from trencadis.core.operator_files import check_regular
 from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.tenants.tenant_registry import FileStamp, read_stamp
 
@@ -29,8 +30,8 @@ log = logging.getLogger("trencadis.server")
 WANTED_FILES = 65535
 BACKLOG = 32
 """Connections that asyncio accepts in one go. Each takes a tenth of a millisecond, which delays all answers; heads
-are read a few at a time (``event_loop_pacing.STARTS_PER_PASS``). Connections are accepted in the order of arrival,
-whichever client they are from: one that arrives after a flood of thousands waits until those are accepted.
+are read a few at a time (``pending_request_heads_by_tenant.STARTS_PER_PASS``). Connections are accepted in the order
+of arrival, whichever client they are from: one that arrives after a flood of thousands waits until those are accepted.
 """
 QUEUED = 4096
 """Connections that the system queues until they are accepted (at most net.core.somaxconn). Linux drops what does not
@@ -323,12 +324,22 @@ class Certificates:
         server = self._server
         return [path for path in (server.ssl_certfile, server.ssl_keyfile, server.ssl_ca_certs) if path]
 
+    def _find_flag(self, path: str) -> str:
+        server = self._server
+        flags = {server.ssl_ca_certs: "--ssl-ca-certs", server.ssl_keyfile: "--ssl-keyfile"}
+        return flags.get(path, "--ssl-certfile")
+
     def _get_mtimes(self) -> list[FileStamp]:
         return [read_stamp(path) for path in self._list_files()]
 
     def _make_context(self) -> ssl.SSLContext:
         server = self._server
         made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        for path in self._list_files():
+            try:
+                check_regular(path)
+            except OSError as error:
+                raise StartupError(f"{self._find_flag(path)} {path}: {error.strerror}.") from None
         try:
             # Without a function for the passphrase OpenSSL would ask at the terminal.
             made.load_cert_chain(server.ssl_certfile, server.ssl_keyfile or None, password=lambda: "")

@@ -14,6 +14,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, FilesNotFound, NotFound, StartupError
 from trencadis.core.json_types import JsonObject
 from trencadis.core.lora.adapter_files import check_tower, read_adapter, resolve_folder
+from trencadis.core.operator_files import check_name, expand_path
 from trencadis.core.request import AdapterRef
 
 FetchAdapter = Callable[[str], Path]
@@ -88,8 +89,9 @@ class AdapterRegistry:
         Raises:
             StartupError: the name is empty or taken, or there are too many adapters; one line.
         """
-        if not name or name != name.strip():
+        if not name:
             raise StartupError("an adapter needs a name, which requests give as their model")
+        check_name(name, "the adapter")
         if name in self._names:
             raise StartupError(f"{name[:60]} is the name of the base model; give the adapter another one")
         if name in self.served:
@@ -107,6 +109,8 @@ class AdapterRegistry:
         Raises:
             StartupError: it cannot be read or does not fit; one line.
         """
+        if parent:
+            check_name(parent, "the adapter's base model")
         folder = self._find_folder(path, runtime)
         adapter = read_adapter(folder, self._model)
         if adapter.rank > self._engine.max_lora_rank:
@@ -118,7 +122,7 @@ class AdapterRegistry:
     def _find_folder(self, path: str, runtime: bool) -> Path:
         if not path:
             raise StartupError("an adapter needs a path: a folder, or a hub id")
-        local = Path(path).expanduser()
+        local = expand_path(path)
         if runtime and (local.exists() or local.is_absolute() or path.startswith((".", "~"))):
             if not self._allowed:
                 raise StartupError("folders of adapters can be loaded with --allowed-lora-path FOLDER alone")

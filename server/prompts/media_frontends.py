@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from trencadis.core.checkpoint.model_config import ModelConfig
@@ -13,14 +12,15 @@ from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import limited_budget
+from trencadis.core.operator_files import expand_path
 from trencadis.multimodal.images.image_frontend import ImageFrontend, ImageLimits
 from trencadis.multimodal.images.processor_cache import ProcessorCache
-from trencadis.multimodal.media_options import server_options
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import server_options
 from trencadis.multimodal.sources.http_fetch import MAX_REDIRECTS
 from trencadis.multimodal.sources.media_loader import FETCH_TIMEOUT, MAX_MEDIA_BYTES, MediaLoader
 from trencadis.multimodal.videos.video_frontend import FETCH_TIMEOUT as VIDEO_TIMEOUT
 from trencadis.multimodal.videos.video_frontend import VideoFrontend, VideoLimits
-from trencadis.server.prompts.text_service import TextService
+from trencadis.server.prompts.prompt_builder import TextService
 
 if TYPE_CHECKING:
     from trencadis.multimodal.processor_interface import VideoProcessor
@@ -65,7 +65,7 @@ class MediaRules:
         Raises:
             StartupError: ``folder`` is not a folder.
         """
-        root = Path(self.folder) if self.folder else None
+        root = expand_path(self.folder) if self.folder else None
         if root is not None and not root.is_dir():
             raise StartupError(f"--allowed-local-media-path {root} is not a folder.")
         hops = MAX_REDIRECTS if self.redirects else 0

@@ -66,6 +66,10 @@ class KeyFileError(StartupError):
     """The file cannot be used; the message names it and the fault in one line."""
 
 
+NO_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
+"""What the library raises for a text that is no YAML; for wrong values behind tags these are no errors of its own."""
+
+
 def read_key_file(path: Path) -> tuple[Tenant, ...]:
     """Reads the tenants of a file.
 
@@ -81,7 +85,7 @@ def read_key_file(path: Path) -> tuple[Tenant, ...]:
         given = yaml.load(text.decode("utf-8"), LOADER)
     except OSError as error:
         raise KeyFileError(f"--api-key-file {path}: {error.strerror or error}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError):
+    except NO_YAML:
         raise KeyFileError(f"--api-key-file {path}: it is no YAML.") from None
     try:
         return _read_tenants(given)

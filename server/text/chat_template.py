@@ -18,6 +18,7 @@ import jinja2
 from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
+from trencadis.core.operator_files import read_regular_text
 from trencadis.server.text.checkpoint_tokenizer import MOST_CHARACTERS, Tokenizer
 from trencadis.server.text.template_sandbox import compile_source, make_environment, render
 
@@ -344,9 +345,12 @@ def read_override(value: str) -> str:
             if not path.exists() and (ours := find_template(value)) is not None:
                 log.info("--chat-template %s: taking our own template of this form, %s", value[:80], ours)
                 path = ours
-            return path.read_text(encoding="utf-8")
-        except (OSError, ValueError):
-            raise StartupError(f"--chat-template {value[:80]}: no such file, and no template text") from None
+            return read_regular_text(path)
+        except FileNotFoundError:
+            why = "no such file, and no template text"
+        except (OSError, ValueError) as error:
+            why = f"{getattr(error, 'strerror', None) or str(error)[:120]}; it is no template text either"
+        raise StartupError(f"--chat-template {value[:80]}: {why}")
     return value
 
 

@@ -131,6 +131,7 @@ def test_what_does_not_go_with_a_state_is_refused_in_one_line(form: Any, flags: 
 
 
 WITH_EXPERTS = ("nemotron_h", "experts, two of four groups, a shared one")
+WITH_STATES_LAST = ("nemotron_h", "one KV head, biases, an MLP first")
 SCANNED = tuple(FORMS["granite_hybrid"])
 
 
@@ -208,7 +209,8 @@ def test_a_pattern_of_letters_names_the_layers(form: Any) -> None:
     (FAMILY, NAMES[1], {"pipeline_parallel_size": 2}), (FAMILY, NAMES[0], {"tensor_parallel_size": 2}),
     (FAMILY, NAMES[1], {"tensor_parallel_size": 2}), ("granite_hybrid", SCANNED[1], {"tensor_parallel_size": 2}),
     (*LFM2, {"tensor_parallel_size": 2}), (*NEMOTRON, {"tensor_parallel_size": 2}),
-    (*WITH_EXPERTS, {"tensor_parallel_size": 2}), (*NEMOTRON, {"pipeline_parallel_size": 2}),
+    (*WITH_EXPERTS, {"tensor_parallel_size": 2}),
+    (*WITH_STATES_LAST, {"pipeline_parallel_size": 2, "pipeline_layer_partition": "2,3"}),
 ], ids=[
     "stages", "ranks", "ranks-tied", "granite-ranks", "lfm2-ranks", "nemotron-ranks", "nemotron-experts-ranks",
     "nemotron-stages",

@@ -20,7 +20,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.step import Encode
 from trencadis.multimodal.patch_packing import count_slots
-from trencadis.server.prompts.text_service import TextService
+from trencadis.server.prompts.prompt_builder import TextService
 
 GONE = object()
 """The value of a key that is taken out."""
@@ -33,10 +33,10 @@ SECONDS = 1.5
 
 
 def altered(source: Path, target: Path, file: str, key: str, value: Any) -> Path:
-    """A folder like ``source``, but for ``key`` (a path with dots) of ``file``; everything else is a copy."""
+    """A folder with the files of ``source``, but for ``key`` (a path with dots) of ``file``; the others are copies."""
     target.mkdir()
     for one in source.iterdir():
-        if one.name != file:
+        if one.is_file() and one.name != file:
             shutil.copyfile(one, target / one.name)
     held = json.loads((source / file).read_text()) if (source / file).is_file() else {}
     *outer, last = key.split(".")

@@ -18,7 +18,7 @@ from tests.lora.test_devices import CARDS
 from tests.lora.test_same_tokens import BASE, Merged, prompts, request_of
 from trencadis import LLM, BeamSearchParams, EngineArgs, LLMEngine, LoRARequest, SamplingParams
 from trencadis.backends.cpu import int8_linear
-from trencadis.backends.cpu.native import kernel_table
+from trencadis.backends.cpu.native import kernel_choice_by_cpu
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.family import MLPS, RECURRENT
 from trencadis.core.checkpoint.model_config import ModelConfig
@@ -59,7 +59,7 @@ def test_beside_quantised_weights(
     """
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
     if card == UNROUNDED:
-        kernel_kinds.use(kernel_table.TORCH, monkeypatch)
+        kernel_kinds.use(kernel_choice_by_cpu.TORCH, monkeypatch)
         monkeypatch.setattr(int8_linear, "is_available", lambda: False)
     checkpoint, prompt = base("llama"), prompts(3, 60)[2]
     one = adapter(checkpoint, seed=1)

@@ -173,7 +173,7 @@ def test_a_matcher_that_fails_ends_its_own_choice_alone(make: Make, monkeypatch:
     finish = [ended[f"f{i}", c].finish for i in range(3) for c in range(2)]
     assert finish == ["length", "length", "error", "error", "length", "length"]
     failed = ended["f1", 0]
-    assert failed.status == 500 and failed.message and "\n" not in failed.message and len(failed.message) <= 150
+    assert failed.status == 400 and failed.message and "\n" not in failed.message and len(failed.message) <= 150
 
 
 def test_a_request_waits_for_its_grammar_while_others_go_on_and_may_be_aborted_meanwhile(

@@ -31,7 +31,7 @@ from trencadis.backends.cuda.weights.quantised_weight import (
     TINY,
     QuantisedWeight,
 )
-from trencadis.core.quant.quantisation_scheme import DECODED_BYTES, DECODED_ROWS, half_of
+from trencadis.core.quant.quantised_weight_layout_and_bytes import DECODED_BYTES, DECODED_ROWS, half_of
 
 FEW, SOME = 15, 64
 """Maximum rows of a launch that is cut by columns, and of one in small tiles."""

@@ -116,6 +116,15 @@ def _text_answers(path: Path) -> Answers:
     return answers
 
 
+def up_to_placeholder(ours: list[int], theirs: Answer, token: int) -> tuple[list[int], Answer]:
+    """Cuts both answers behind the first place where transformers drew the placeholder of images.
+
+    There its Gemma-4 goes on as if an image without features stood there, ours as behind any other token.
+    """
+    end = theirs.tokens.index(token) + 1 if token in theirs.tokens else len(theirs.tokens)
+    return ours[:end], Answer(theirs.tokens[:end], theirs.gaps[:end], theirs.logits[:end])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("family", WRITERS)
@@ -123,11 +132,13 @@ def test_two_hundred_prompts(family: str, schedule: str, asked: Any, monkeypatch
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
     path, texts, chats, answer = asked(family)
     flags = {"max_num_seqs": 16, **SCHEDULES[schedule]}
-    least = IMAGES_IN_ONE_LAUNCH if family.startswith("Gemma") else 1
+    config = load_config(path)
+    least = IMAGES_IN_ONE_LAUNCH if "Gemma" in family else 1
     if flags.get("max_num_batched_tokens", 1024) < least:
-        chats = []  # an image of such a model is computed in one launch
+        chats, flags = [], {**flags, "limit_mm_per_prompt": {"image": 0}}  # an image is computed in one launch
     params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
-    llm = LLM(str(path), dtype="float32", max_model_len=1024, kv_cache_memory_bytes=64 << 20, **flags)
+    longest = min(1024, config.text.max_positions)
+    llm = LLM(str(path), dtype="float32", max_model_len=longest, kv_cache_memory_bytes=64 << 20, **flags)
     try:
         found = llm.generate(texts, params, use_tqdm=False)
         pairs = [(list(one.outputs[0].token_ids), answer(ids, [])) for one, ids in zip(found, texts, strict=True)]
@@ -140,6 +151,7 @@ def test_two_hundred_prompts(family: str, schedule: str, asked: Any, monkeypatch
         llm.engine.scheduler.check()
     finally:
         llm.close()
+    pairs = [up_to_placeholder(*one, config.image_token) for one in pairs]
     ties = sum(same_tokens(*one) == "tie" for one in pairs)
     print(f"\n{family}, {schedule}: {len(pairs)} prompts, {len(chats)} with images, {ties} ties")
     assert_same(pairs)

@@ -169,6 +169,19 @@ def test_answers_long(form: str, variant: str, made: Any, oracle: Any, monkeypat
     chats(made(form), oracle(made(form)), range(30), **{**VARIANTS[variant], "max_num_batched_tokens": 96})
 
 
+def test_steps_smaller_than_an_image_are_for_text_alone(made: Any) -> None:
+    flags: dict[str, Any] = dict(dtype="float32", max_model_len=256, max_num_seqs=2, max_num_batched_tokens=7)
+    path = made(next(iter(FORMS)))
+    with pytest.raises(StartupError, match="--max-num-batched-tokens \\(7\\) must be at least"):
+        LLM(str(path), kv_cache_memory_bytes=8 << 20, **flags)
+    llm = LLM(str(path), kv_cache_memory_bytes=8 << 20, limit_mm_per_prompt={"image": 0}, **flags)
+    try:
+        (out,) = llm.generate([list(range(3, 40))], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+        assert out.outputs[0].token_ids
+    finally:
+        llm.close()
+
+
 def test_needs_of_images_are_one_of_five(made: Any, tmp_path: Path) -> None:
     for tokens in TOKENS:
         path = vision_checkpoints.gemma4(tmp_path / str(tokens), tokens=tokens) if tokens == 1120 else None

@@ -89,6 +89,8 @@ def convert_video_frames(given: FlagValue, now: Values) -> Values:
         raise StartupError(f"--media-io-kwargs: {str(given)[:60]!r} is not a JSON object.")
     videos: dict[str, FlagValue] = {}
     for kind, options in given.items():
+        if not isinstance(options or {}, Mapping):
+            raise StartupError(f"--media-io-kwargs.{kind[:60]}: {str(options)[:60]} is not a JSON object.")
         for name, value in (options or {}).items():
             if (kind, name) in FRAMES and value != -1:
                 videos[name] = value

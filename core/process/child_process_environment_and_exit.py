@@ -110,8 +110,9 @@ RANK_FOLDER = "trencadis-ranks-"
 
 def remove_rank_folders(pid: int) -> None:
     """Removes the folders of an engine that has ended: one that was killed could not, nor ranks killed with it."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{RANK_FOLDER}{pid}-*"):
-        shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # there may be no temporary folder at all, and so nothing in it
+        for folder in Path(tempfile.gettempdir()).glob(f"{RANK_FOLDER}{pid}-*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 CLEANUPS: list[Callable[[], None]] = []
@@ -126,7 +127,8 @@ def exit_now(code: int) -> NoReturn:
     for clean in CLEANUPS:
         with suppress(Exception):
             clean()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # it is closed (None), full or broken
+            stream.flush()
     flush_logs()
     os._exit(code)

@@ -198,7 +198,6 @@ def table_of(
             Op.ADAPTERS,
         ):
             rows[op, dtype] = ANY
-    del rows[Op.ROWWISE, FLOAT32]  # torch needs only one pass for these too
     theirs = features if onednn is None else onednn
     for dtype in (FLOAT32, BFLOAT16):
         rows[Op.LINEAR, dtype] = SHARED_ROWS if shares_layout(dtype, theirs) and not every_row else ANY

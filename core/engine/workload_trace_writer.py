@@ -6,9 +6,11 @@ tokens, and the slots of each image. No text, id, digest or name of a user.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,7 +70,7 @@ class RequestTrace:
             _drop_cut_line(path)
             self._last = _last_arrival(path)
             self._file: IO[str] | None = open(  # noqa: SIM115
-                path, "a", encoding="utf-8", buffering=1 << 16, opener=lambda name, flags: os.open(name, flags, 0o600)
+                path, "a", encoding="utf-8", buffering=1 << 16, opener=_open_trace
             )
         except OSError as error:
             raise StartupError(f"--record-trace {path}: {error.strerror}.") from None
@@ -126,6 +128,15 @@ class RequestTrace:
                 self._file.flush()
         except OSError as error:
             self._end(error)
+
+
+def _open_trace(path: str, flags: int) -> int:
+    """Opens a trace for ``open``; a pipe is refused, which would block until somebody reads it."""
+    handle = os.open(path, flags | os.O_NONBLOCK, 0o600)
+    if stat.S_ISFIFO(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is a pipe")
+    return handle
 
 
 def _drop_cut_line(path: str) -> None:

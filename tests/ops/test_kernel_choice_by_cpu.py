@@ -11,8 +11,8 @@ from torch import Tensor
 from tests import kernel_kinds
 from trencadis.backends.cpu import ops
 from trencadis.backends.cpu.batch_invariant import FIXED_ROWS, PROBES, InvariantOps
-from trencadis.backends.cpu.native import kernel_library, kernel_table, weight_packing
-from trencadis.backends.cpu.native.kernel_table import (
+from trencadis.backends.cpu.native import kernel_choice_by_cpu, kernel_library, weight_packing
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import (
     ANY,
     BFLOAT16,
     FLOAT16,
@@ -63,9 +63,9 @@ def test_torch_serves_all_or_nothing_of_a_type() -> None:
     assert not table_of(TORCH, SAPPHIRE_RAPIDS).rows and not table_of(TORCH, SAPPHIRE_RAPIDS).number
     for kind in KINDS:
         table = table_of(kind, SAPPHIRE_RAPIDS)
-        for op in (Op.QUANTISED_LINEAR, Op.DECODE_ATTENTION, Op.ROTARY, Op.ARGMAX):
+        for op in (Op.QUANTISED_LINEAR, Op.DECODE_ATTENTION, Op.ROTARY, Op.ROWWISE, Op.ARGMAX):
             assert all(table.most_rows(op, dtype) == ANY for dtype in (FLOAT32, BFLOAT16, FLOAT16))
-        assert not table.serves(Op.LINEAR, FLOAT16) and not table.serves(Op.ROWWISE, FLOAT32)
+        assert not table.serves(Op.LINEAR, FLOAT16)
 
 
 def test_the_variable_chooses_for_all_types(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_the_variable_chooses_for_all_types(monkeypatch: pytest.MonkeyPatch) -> 
     if missing is not None:
         monkeypatch.setenv(VARIABLE, missing)
         with pytest.raises(StartupError, match=f"{VARIABLE}={missing}: these kernels cannot serve: "):
-            kernel_table.chosen_table()
+            kernel_choice_by_cpu.chosen_table()
 
 
 def test_numbers_are_those_of_the_header() -> None:
