@@ -39,7 +39,7 @@ from trencadis.backends.cpu.native.ctypes_structs import (
 from trencadis.backends.cpu.native.kernel_threads import Calls
 from trencadis.core.device.backend import AdapterRows, Attn, LayerKV, Rotary
 from trencadis.core.device.launch_tensors import RecurrentRows
-from trencadis.core.models.interface import RecurrentState
+from trencadis.core.models.model_and_ops_api import RecurrentState
 
 MOST_ROWS = 16
 """Rows of the largest launch that is recorded: products take longer than Python beyond."""

@@ -189,7 +189,7 @@ class RecurrentKernelOps(RecurrentReference):
         return super().gated_norm(y, weight, eps, gate) if made is None else made
 
     def gate_heads(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Implements ``core.models.interface.GatingOps``."""
+        """Implements ``core.models.model_and_ops_api.GatingOps``."""
         made = attention_and_row_kernels.gate_heads(x, gate, self.table)
         return x * gate.sigmoid() if made is None else made
 

@@ -11,7 +11,6 @@ from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Attn, Backend, LayerKV, Rotary, SinksArgument
 from trencadis.core.kv_cache_format import KVFormat
-from trencadis.core.models.interface import GatingOps
 from trencadis.core.models.kv_cache_quantisation import pairs_of, static_of
 from trencadis.core.models.linear_and_embedding import (
     ColumnParallelLinear,
@@ -22,6 +21,7 @@ from trencadis.core.models.linear_and_embedding import (
     unit_span,
 )
 from trencadis.core.models.mlp_and_norms import RMSNorm
+from trencadis.core.models.model_and_ops_api import GatingOps
 from trencadis.core.models.rotary_embedding import ROTATED, PartialRotarySource, reorder_heads, rotated_spans
 
 
