@@ -143,7 +143,9 @@ def test_norms_of_queries_and_keys_are_recorded(make: Make, tmp_path: Path) -> N
 @pytest.mark.parametrize("form", ["bfloat16", "int8", "threads"])
 def test_recurrent_layers_are_recorded_between_those_with_attention(form: str, make: Make, tmp_path: Path) -> None:
     """Rows leave and come, so that a row of a recording has other states each time."""
-    sizes: dict[str, Any] = dict(linear_key_head_dim=16, linear_value_head_dim=16, num_hidden_layers=6, layer_types=None)
+    sizes: dict[str, Any] = dict(
+        linear_key_head_dim=16, linear_value_head_dim=16, num_hidden_layers=6, layer_types=None
+    )
     sizes["layer_types"] = [*["linear_attention"] * 3, "full_attention", *["linear_attention"] * 2]
     family_checkpoint(tmp_path / "c", family="qwen3_5", form="one layer of four attends", **sizes)
     llm = make(tmp_path / "c", **FORMS[form])
