@@ -232,6 +232,8 @@ class Policy:
             (core/memory/weight_bytes.py), and the numbers of slots are repeated for each of their columns.
         adapters: text buckets have the variant ``LORA``, whose launches have ``TextTensors.adapter``.
         stages: the backend has a ``pipe`` (core/launches/pipeline_transfer.py) if ``BackendConfig.stages`` is above 1.
+        group_bytes: bytes of a card's memory that its collectives take before ``Memory.total`` is read, where the card
+            is one of several ranks.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]
@@ -289,6 +291,7 @@ class Policy:
     cross_attention_bytes: Callable[[Bucket, InputSizes], int] | None = None
     stages: bool = False
     recurrent: bool = False
+    group_bytes: int = 0
 
 
 def capturable(policy: Policy, bucket: Bucket) -> bool:

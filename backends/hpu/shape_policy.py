@@ -13,6 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
+from trencadis.backends.hpu.start.gaudi_detection import hccl_bytes
 from trencadis.backends.hpu.start.gaudi_mode_and_env import will_be_lazy
 from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, target_bucket, verified_width
 from trencadis.core.cross_attention_inputs import planned_units
@@ -398,6 +399,7 @@ def policy(name: str, environ: Mapping[str, str] | None = None, lazy: bool | Non
         raise StartupError(f"the hpu backend has no policy {name!r}; policies: {', '.join(POLICIES)}")
     environ = os.environ if environ is None else environ
     switches = settings(environ)
+    found = dataclasses.replace(found, group_bytes=hccl_bytes(environ))
     kept = GraphMemory(
         cached=environ.get(TENSOR_CACHE, "") != "1", cut_layers=switches.cut_layers if switches.cuts else 0
     )
