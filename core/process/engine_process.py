@@ -438,7 +438,9 @@ class EngineProcess:
             return 2
         except BaseException as error:
             if is_out_of_memory(error):  # no traceback says more
-                log.error("the engine failed in phase %s, step %d: %s", self.phase, self.step, " ".join(str(error).split()))
+                log.error(
+                    "the engine failed in phase %s, step %d: %s", self.phase, self.step, " ".join(str(error).split())
+                )
             else:
                 log.exception("the engine failed in phase %s, step %d", self.phase, self.step)
             self.send(engine_messages.Fatal(f"{type(error).__name__}: {error}"[:500], 1, getattr(error, "capture", "")))

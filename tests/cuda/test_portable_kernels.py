@@ -60,6 +60,7 @@ print(*seen.values(), sep="\\n")
 """Prints for each kernel, and each kind of quantised weight: whether the IR of a launch has instructions of PTX, and
 whether it is a dependent launch. The tiles are those of a card of compute capability 9.0, which has all of them."""
 
+
 class Xpu(Accelerator):
     """Cards that torch has in ``torch.xpu``."""
 
