@@ -86,9 +86,8 @@ def test_a_warmed_server_answers_as_the_cpu_does_or_ends_in_one_line(
             (choice,) = ask(url, "/v1/chat/completions", {**chat, "max_tokens": 8, "return_token_ids": True})["choices"]  # type: ignore[misc]
             assert str(choice["token_ids"]) == TOKENS  # type: ignore[index]
             buckets = ask(url, "/buckets")["buckets"]
-            assert isinstance(buckets, list) and not [b for b in buckets if b["state"] == "planned"], (
-                "a warm-up is whole"
-            )
+            assert isinstance(buckets, list)
+            assert not [b for b in buckets if b["state"] == "planned" and not b["failed"]], "given up for no reason"
             outcome = f"right, {len(buckets)} buckets warm"
         else:
             (outcome,) = [text for text in log.read_text().splitlines() if text.startswith("trencadis: ")]
