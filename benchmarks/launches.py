@@ -5,8 +5,8 @@ python -m benchmarks.launches [--requests 120] [--seed 401] [--json FILE]
 Each trace is cut into launches of a 7B plan. Each distinct bucket is run once on a card without values, and its
 figures count as often as the trace launches it. *Operations* are those that Python hands to the card, views too.
 *Bytes made* are those of every tensor that a launch makes, which is about what it writes; *peak* is the most that
-is held at a time. SAMPLE and RESET are left out. ``--heads`` prints those of SAMPLE's variants instead, in compile mode,
-and of ``masked`` beside them, which no plan has.
+is held at a time. SAMPLE and RESET are left out. ``--heads`` prints those of SAMPLE's variants instead, in compile
+mode, and of ``masked`` beside them, which no plan has.
 """
 
 from __future__ import annotations

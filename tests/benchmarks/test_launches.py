@@ -26,6 +26,7 @@ ONE = {
 """The same of single launches. Rotary in float32 writes more of a prompt's queries than the gathers that are gone."""
 
 
+@pytest.mark.long
 def test_a_head_for_masks_alone_is_counted_and_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would write a tenth; docs/hpu-internals.md says why that is not worth eight shapes."""
     monkeypatch.setattr(launches_benchmark, "HEAD_ROWS", (1,))

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.vision import vision_checkpoints
 from tests.vision.all_families.family_list import WRITERS
 from trencadis import LLM
+from trencadis.backends.hpu.attention.vision_tower_attention import prepare_segments
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime
 from trencadis.backends.hpu.shape_policy import CompiledParts, count_compiled
+from trencadis.core.device.backend import Segments
 from trencadis.core.engine.startup_checks import planned_models
 
 pytestmark = pytest.mark.part("gaudi")
@@ -69,6 +72,15 @@ def test_a_start_compiles_what_the_plan_says(family: str, written: Any, start: A
     """Families with one kind of layers in their tower, with several projectors, with none, with layers that see."""
     real, planned = start(written(family))
     assert real == planned
+
+
+@pytest.mark.parametrize("windows", [1, 3])
+def test_masks_of_images_are_no_views(windows: int) -> None:
+    """Of one window, too: a view would leave the compiled function, and bring its whole storage into each layer."""
+    first = torch.arange(windows, dtype=torch.int32)
+    made = prepare_segments(Segments(first, first + 60, first))
+    results = [made.visible, made.image, made.key, made.solid]
+    assert not any(t is None or t._is_view() or not t.is_contiguous() for t in results)
 
 
 @pytest.mark.long
