@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trencadis.core.buckets import ENCODER_SLOTS, Bucket, Stage, padded_tokens
-from trencadis.core.vision_config import NO_SLOT, LaunchParts, SlotForm
+from trencadis.core.vision_config import NO_SLOT, SlotForm, VisionLaunchParts
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class PlannedModel(NamedTuple):
     """
 
     buckets: Sequence[Bucket]
-    images: Callable[[int], LaunchParts] | None
+    images: Callable[[int], VisionLaunchParts] | None
     layers: Sequence[PlannedLayer]
     taps: tuple[int, ...] = ()
     windows: tuple[int, ...] = (0,)

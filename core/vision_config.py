@@ -42,7 +42,7 @@ NO_SLOT = SlotForm()
 """The slot form of a model without a vision tower."""
 
 
-class RowPart(NamedTuple):
+class VisionRowPart(NamedTuple):
     """A part of a VISION launch that runs over rows of it, in pieces on devices that compile fixed shapes.
 
     ``computed``: the arena rows that it stores to are a result of the launch's first part, not an input.
@@ -53,7 +53,7 @@ class RowPart(NamedTuple):
     computed: bool = False
 
 
-class LaunchParts(NamedTuple):
+class VisionLaunchParts(NamedTuple):
     """The parts of a VISION launch that a device may compile by themselves; those of equal names are equal.
 
     ``whole``: parts that run over all slots; ``by_rows``: those that run over rows. ``reals``: its inputs have real
@@ -61,7 +61,7 @@ class LaunchParts(NamedTuple):
     """
 
     whole: tuple[str, ...]
-    by_rows: tuple[RowPart, ...]
+    by_rows: tuple[VisionRowPart, ...]
     reals: bool = False
 
 
@@ -158,11 +158,11 @@ class VisionConfig(ABC):
     def activations(self, slots: int, itemsize: int, ranks: int, unit: int = 1) -> int:
         """Returns the peak activation memory in bytes of a launch of ``slots`` slots."""
 
-    def launch_parts(self, slots: int) -> LaunchParts:
+    def launch_parts(self, slots: int) -> VisionLaunchParts:
         """Returns the parts of a launch of ``slots`` slots: patches, masks, each kind of layer, the projector."""
         layers = [name for name, count in (("windows", self.depth - self.whole), ("images", self.whole)) if count]
-        projector = RowPart("projector", self.slot.cells(slots))
-        return LaunchParts(("patches", "masks", *layers), (projector,), self.slot.position_neighbours > 0)
+        projector = VisionRowPart("projector", self.slot.cells(slots))
+        return VisionLaunchParts(("patches", "masks", *layers), (projector,), self.slot.position_neighbours > 0)
 
     @property
     def cut_widths(self) -> int:

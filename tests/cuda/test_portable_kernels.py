@@ -15,6 +15,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from triton import knobs
+
 from trencadis.backends.cuda.kernels import quantised_linear, tile_sizes, torch_device_module
 from trencadis.backends.cuda.kernels.layers import dependent_launch
 from trencadis.backends.cuda.kernels.torch_device_module import Accelerator
@@ -87,7 +89,7 @@ def lowered(accelerator: str, *groups: str) -> dict[str, tuple[bool, bool]]:
 @pytest.mark.parametrize("accelerator", [Accelerator, Xpu])
 def test_other_cards_are_never_asked_for_ptx(accelerator: type[Accelerator], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever number a package gives its cards as their architecture."""
-    monkeypatch.setattr(quantised_linear.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
     monkeypatch.setattr(tile_sizes, "arch_of", lambda device: 100)
     monkeypatch.setattr(torch_device_module._Chosen, "accelerator", accelerator())
     weight: Any = SimpleNamespace(kind=E4M3)

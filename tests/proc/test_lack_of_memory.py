@@ -10,7 +10,7 @@ import pytest
 
 from trencadis.core.device.backend import OutOfDeviceMemory
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.process import engine_process
+from trencadis.core.process import engine_process, log_setup
 
 WORKSPACE = "Exception in Launch thread...\nworkspace Allocation of size ::1073741824 failed!"
 
@@ -23,7 +23,7 @@ def test_a_lack_of_memory_has_no_traceback(
         raise error
 
     monkeypatch.setattr(engine_process, "Inbox", lambda *_: type("Started", (), {"start": lambda _: EngineConfig()})())
-    monkeypatch.setattr(engine_process.log_setup, "setup", lambda *_: None)
+    monkeypatch.setattr(log_setup, "setup", lambda *_: None)
     ours, theirs = socket.socketpair()
     with ours, theirs, caplog.at_level(logging.ERROR):
         process: Any = engine_process.EngineProcess(theirs)

@@ -166,9 +166,9 @@ def test_a_group_over_machines_of_one_card_each_leaves_memory_to_hccl(
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR_KIND", "meta")  # joins no group
     monkeypatch.setenv("PT_HPU_RECIPE_CACHE_CONFIG", f"{tmp_path},false,1")
-    shared = {"local_rank": 0, "local_world": 1}
     alone, one_of_two = (
-        make_backend(BackendConfig(block_size=128, world=world, **shared)).memory.total() for world in (1, 2)
+        make_backend(BackendConfig(block_size=128, world=world, local_rank=0, local_world=1)).memory.total()
+        for world in (1, 2)
     )
     assert alone - one_of_two == 384 << 20
 
