@@ -1,10 +1,12 @@
 """Attention of decoding rows on this CPU: bytes of keys and values a second, beside the rate at which memory is read.
 
-python -m benchmarks.decode_attention [--threads N] [--kinds avx2,avx512,...] [--pairs 20] [--quick]
+python -m benchmarks.decode_attention [--threads N] [--kinds avx2,avx512,...] [--pairs 20] [--in-order] [--quick]
 
-Rows of 2,048 keys each, in blocks that lie in any order, as in a cache that was used before. Each call reads another
-layer's cache, so that nothing is in the CPU's caches. Reads of memory, by torch's threads, take turns with groups of
-calls. "avx512_bf16" are the kernels of the best kind with products of pairs of bfloat16, which the others do not use.
+Rows of 2,048 keys each, in blocks that lie in any order, as in a cache that was used before; ``--in-order``: in the
+order of memory, as in a new one. Each call reads another layer's cache, so that nothing is in the CPU's caches. Two
+kinds of reads, by torch's threads, take turns with groups of calls: of memory in its order, and of blocks of the same
+size in the order of the rows' tables, which is slower, whoever reads them. "avx512_bf16" are the kernels of the best
+kind with products of pairs of bfloat16, which the others do not use.
 """
 
 from __future__ import annotations
@@ -13,15 +15,16 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.harness.reporting import Others, machine, median, report, table
-from trencadis.backends.cpu.native import attention_and_row_kernels, kernel_library, kernel_table
+from trencadis.backends.cpu.native import attention_and_row_kernels, kernel_choice_by_cpu, kernel_library
 from trencadis.backends.cpu.native.attention_and_row_kernels import SingleTokenRows
-from trencadis.backends.cpu.native.kernel_table import KernelTable, table_of
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import KernelTable, table_of
 from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.device.backend import LayerKV
 
@@ -50,10 +53,19 @@ def read_rate(memory: Tensor) -> float:
     return memory.nbytes / (time.perf_counter() - begun)
 
 
+def block_rate(memory: Tensor, size: int, in_order: bool) -> float:
+    """Bytes a second at which torch adds up the blocks of ``size`` bytes of ``memory``, in any order or their own."""
+    blocks = memory.view(-1, size // memory.element_size())
+    order = torch.arange(len(blocks)) if in_order else torch.randperm(len(blocks))
+    begun = time.perf_counter()
+    torch.nn.functional.embedding_bag(order, blocks, torch.arange(0, len(order), len(order) // 64), mode="sum")
+    return memory.nbytes / (time.perf_counter() - begun)
+
+
 def kinds(asked: str) -> dict[str, KernelTable]:
     """Tables of the kinds of kernels that run here, by name."""
     features = kernel_library.load_library().features
-    names = [kind for kind in kernel_table.available_kinds() if kind != "amx"]
+    names = [kind for kind in kernel_choice_by_cpu.available_kinds() if kind != "amx"]
     found = {kind: replace(table_of(kind, features), bfloat16_pairs=False) for kind in names}
     if PAIRS in features:
         found[PAIRS] = table_of(names[-1], features)
@@ -72,7 +84,7 @@ def make_cache(name: str, slots: int, groups: int, size: int) -> LayerKV:
 
 
 def make_calls(
-    name: str, rows: int, shape: tuple[int, int, int], chosen: KernelTable
+    name: str, rows: int, shape: tuple[int, int, int], chosen: KernelTable, in_order: bool = False
 ) -> tuple[int, list[Callable[[], None]]]:
     """Returns the bytes that a call reads, and calls over different caches."""
     heads, groups, size = shape
@@ -80,7 +92,8 @@ def make_calls(
     first = make_cache(name, slots, groups, size)
     count = first.k.nbytes + first.v.nbytes
     caches = [first, *(LayerKV(*(t.clone() for t in first[:2]), *first[2:]) for _ in range(max(1, BYTES // count)))]
-    order = np.random.default_rng(0).permutation(slots // BLOCK).astype(np.int32)
+    blocks = np.arange(slots // BLOCK, dtype=np.int32)
+    order = blocks if in_order else np.random.default_rng(0).permutation(blocks)
     numbers = np.arange(rows, dtype=np.int32)
     seen = SingleTokenRows(
         numbers, numbers, np.zeros_like(numbers), np.full_like(numbers, KEYS),
@@ -95,13 +108,15 @@ def make_calls(
     return count, [call(kv) for kv in caches]
 
 
-def measure(count: int, calls: list[Callable[[], None]], memory: Tensor, pairs: int) -> tuple[float, float]:
-    """Returns the medians of the calls' bytes a second and of their shares of the read rate beside them."""
-    rates, shares = list[float](), list[float]()
+def measure(
+    count: int, calls: list[Callable[[], None]], memory: Tensor, pairs: int, read_blocks: Callable[[], float]
+) -> tuple[float, float, float]:
+    """Returns the medians of the calls' bytes a second and of their shares of both read rates beside them."""
+    rates, shares, of_blocks = list[float](), list[float](), list[float]()
     for call in calls:
         call()
     for number in range(0, pairs, GROUP):
-        read = read_rate(memory)
+        read, blocks = read_rate(memory), read_blocks()
         time.sleep(CALM)
         calls[number % len(calls)]()  # wakes the kernels' threads
         taken = list[float]()
@@ -109,10 +124,11 @@ def measure(count: int, calls: list[Callable[[], None]], memory: Tensor, pairs: 
             begun = time.perf_counter()
             calls[(number + each) % len(calls)]()
             taken.append(time.perf_counter() - begun)
-        read = max(read, read_rate(memory))
+        read, blocks = max(read, read_rate(memory)), max(blocks, read_blocks())
         rates += [count / one for one in taken]
         shares += [count / one / read for one in taken]
-    return median(rates), median(shares)
+        of_blocks += [count / one / blocks for one in taken]
+    return median(rates), median(shares), median(of_blocks)
 
 
 def main() -> None:
@@ -122,6 +138,7 @@ def main() -> None:
     parser.add_argument("--kinds", default="", help="kinds of kernels, with commas between; default: all of this CPU")
     parser.add_argument("--caches", default=",".join(CACHES))
     parser.add_argument("--pairs", type=int, default=20, help="calls of each case")
+    parser.add_argument("--in-order", action="store_true", help="blocks lie in the order of the rows' tables")
     parser.add_argument("--quick", action="store_true", help="two shapes, 8 rows")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -134,10 +151,13 @@ def main() -> None:
                     if name == PAIRS and cache == "float32":
                         continue
                     with torch.inference_mode():
-                        rate, share = measure(*make_calls(cache, rows, shape, chosen), memory, args.pairs)
-                    found.append((rows, *shape, cache, name, round(rate / 1e9, 1), round(share, 2)))
+                        count, calls = make_calls(cache, rows, shape, chosen, args.in_order)
+                        block = count // 2 // (rows * KEYS // BLOCK)
+                        reader = partial(block_rate, memory, 1 << (block - 1).bit_length(), args.in_order)
+                        rate, *shares = measure(count, calls, memory, args.pairs, reader)
+                    found.append((rows, *shape, cache, name, round(rate / 1e9, 1), *(round(one, 2) for one in shares)))
                     print(*found[-1], flush=True)
-    columns = ("rows", "heads", "KV heads", "size", "cache", "kernels", "GB/s", "of the read rate")
+    columns = ("rows", "heads", "KV heads", "size", "cache", "kernels", "GB/s", "of the read rate", "of blocks'")
     text = f"{', '.join(f'{k}: {v}' for k, v in machine().items())}; bar in bfloat16: {BAR}\n\n{table(columns, found)}"
     report("decode_attention", {"threads": args.threads, "rows": found, "others_cores": others.cores()}, text)
 

@@ -26,7 +26,7 @@ from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.step import Encode, Step
 from trencadis.multimodal.patch_packing import count_slots
-from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import PATCH_VALUES
 
 SIDE = 32
 """Patches along a side of 448 pixels."""

@@ -28,11 +28,11 @@ from benchmarks.packing import qwen_7b
 from benchmarks.traces.generate import TRACES, Record
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.emulator.allocator import LiveBytes
-from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import profile
 from trencadis.backends.hpu.emulator.device_tensor import flatten
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.emulator.launch_op_recorder import LayerReuse, leaf_key, signature
+from trencadis.backends.hpu.emulator.launch_recording_and_replay import LayerReuse, leaf_key, signature
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.shape_policy import SERVING, policy
 from trencadis.core.buckets import Bucket, Stage
@@ -41,7 +41,7 @@ from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine.startup_plan import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.graphs.graph_manager import body_of
-from trencadis.core.launches.persistent_tensors import allocate_persistent
+from trencadis.core.launches.kv_cache_and_state_allocation import allocate_persistent
 from trencadis.core.models import model_loader
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.server.plan.trace_plan_comparison import (

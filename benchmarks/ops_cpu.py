@@ -19,14 +19,14 @@ from torch import Tensor
 
 from benchmarks.decode_attention import read_rate
 from trencadis.backends.cpu.attention_plan import CpuAttn
-from trencadis.backends.cpu.native.kernel_table import TORCH, table_of
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import TORCH, table_of
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU, ReferenceOps
 from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.device.backend import HeadTensors, LayerKV, SamplerState, Weight
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.quantisation_scheme import FP4_HALVES, Scheme
 from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.quantised_weight_layout_and_bytes import FP4_HALVES, Scheme
 
 SIZES = {"qkv": (1152, 896), "gate_up": (9728, 896), "down": (896, 4864), "vision qkv": (3840, 1280)}
 ROWS = (1, 8, 32, 128, 512)

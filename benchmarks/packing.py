@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.harness.reporting import report, table
 from benchmarks.traces.generate import image_chat
 from trencadis.backends.hpu.shape_policy import SERVING
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.engine.engine import Engine
@@ -30,7 +30,7 @@ from trencadis.core.media_spans import MediaSpan
 from trencadis.core.process.engine_messages import EngineInfo
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.encoder_cache import EncoderCache
-from trencadis.core.scheduling.image_packer import ImagePacker
+from trencadis.core.scheduling.encoder_scheduler import ImagePacker
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.shapes.bucket_options import BucketOptions
@@ -39,8 +39,8 @@ from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.step import Step
 from trencadis.core.step_output import HeadOutput, StepOutput
 from trencadis.multimodal.patch_packing import count_slots, count_tokens, patch_grid
-from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
-from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig as VisionConfig
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import Qwen25VisionConfig as VisionConfig
 from trencadis.multimodal.qwen2_vl.smart_resize import largest_slots, smart_resize
 
 CONCURRENT = (1, 4, 16, 64)

@@ -193,28 +193,28 @@ class Policy:
         inputs: exact bytes of a bucket's input tensors; None: a formula estimates them.
         invariant_rows: the unit that row counts are padded to so that a row's bits do not depend on the others
             (`--batch-invariant`); 0: the device cannot guarantee that.
-        quantised: the form in which quantised weights are kept (core/quant/quantisation_scheme.py); empty: they are
-            dequantised while loading.
+        quantised: the form in which quantised weights are kept (core/quant/quantised_weight_layout_and_bytes.py);
+            empty: they are dequantised while loading.
         host_kv: evicted KV blocks can go to host memory. The backend is a ``CopyingBackend``
             (core/launches/host_block_copies.py).
         host_blocks: numbers of such blocks that one launch gathers or scatters, ascending; the backend is then a
             ``PlanningBackend``. Empty: copies need no launches and no memory of their own.
         host_weights: the weights of some layers can lie in host memory, and be copied within launches
-            (`--cpu-offload-gb`). The backend is ``core.models.interface.HostLayering``.
+            (`--cpu-offload-gb`). The backend is ``core.models.model_and_ops_api.HostLayering``.
         kv_codes: supported forms of an 8-bit KV cache (core/kv_cache_format.py) -> the torch dtype of their codes
             on this device; empty: none.
         aligned: the unit that widths of matrix products are padded to with zeros while weights load. 1: no width is
             changed.
         masked_head: SAMPLE has a third variant, ``masked``, which returns only the best id that a row's mask allows.
-            The backend's ops are ``core.models.interface.MaskingOps``.
+            The backend's ops are ``core.models.model_and_ops_api.MaskingOps``.
         best_head: the argmax of a row can be computed without storing the logits. The backend's ops are
-            ``core.models.interface.BestOps``.
+            ``core.models.model_and_ops_api.BestOps``.
         split_head: greedy rows get a SAMPLE launch of their own if other rows, which cost many times as much, are in
             the step.
         drawn_head: SAMPLE has a variant ``draw``, which samples by all parameters but returns no log-probabilities. The
-            backend's ops are ``core.models.interface.DrawingOps``.
+            backend's ops are ``core.models.model_and_ops_api.DrawingOps``.
         penalised_head: SAMPLE has a variant ``penalised``, which returns only the best id after penalties, bias and
-            mask. The backend's ops are ``core.models.interface.PenalisingOps``.
+            mask. The backend's ops are ``core.models.model_and_ops_api.PenalisingOps``.
         wide_head: SAMPLE launches that report more ids than those which draw are planned, since each shape is compiled.
         attention: optional attention libraries (`--attention-backend`) -> the bytes of workspace that they need in
             addition to a bucket's inputs; launches of a stage share the workspace as they share inputs.
@@ -227,7 +227,7 @@ class Policy:
         cross_attention_bytes: bytes of workspace of that attention; None: it gathers the rows
             (core/memory/launch_memory.py).
         recurrent: text launches have ``TextTensors.recurrent`` if ``BackendConfig.recurrent`` is set, and the backend's
-            ops are ``core.models.interface.RecurrentOps``.
+            ops are ``core.models.model_and_ops_api.RecurrentOps``.
         drafts: rows of decoding sequences may have several tokens, and SAMPLE reads ``HeadInputs.ahead``, so that
             drafts can be verified (core/spec). A device with planned shapes has the stage VERIFY for them.
         joined_adapters: one A and one B hold the adapters of all slots and of all parts of a fused matrix

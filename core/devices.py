@@ -13,7 +13,7 @@ from typing import NamedTuple
 from trencadis.core.cpu_affinity import computing_cpus
 from trencadis.core.device_shape_policy import Policy
 from trencadis.core.errors import StartupError
-from trencadis.core.renamed_plugin_api import find_successors
+from trencadis.core.renamed_plugin_api_error_hints import find_successors
 
 TABLE = {
     "cpu": "trencadis.backends.cpu",
@@ -38,7 +38,7 @@ TIMERS = {
 GROUP = "trencadis.backends"
 """Entry-point group under which an installed package offers ``make_backend``; its module also has ``pick_policy``."""
 
-KERNELS = "trencadis.backends.cpu.native.kernel_table"
+KERNELS = "trencadis.backends.cpu.native.kernel_choice_by_cpu"
 """A module with ``line()``, which names the kernels for quantised weights on the CPU."""
 
 RESOURCES = {"cuda": "GPU", "hpu": "HPU", "cpu": "CPU"}

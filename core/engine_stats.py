@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trencadis.core.graph_plan_report import GraphPlan
+from trencadis.core.graph_and_bucket_learning_report import GraphPlan
 from trencadis.core.startup_progress_and_warmup_pacing import Warming
 
 

@@ -20,7 +20,8 @@ class StepStats:
     Args:
         planned: False if its need exceeded the plan.
         items: images of a VISION launch; ``needed``: slots that they need.
-        miss: why it had no graph (core/graph_plan_report.py); empty: it had one, or the device captures none.
+        miss: why it had no graph (core/graph_and_bucket_learning_report.py); empty: it had one, or the device
+            captures none.
     """
 
     bucket: Bucket

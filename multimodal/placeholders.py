@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from trencadis.core.cross_attention_inputs import ENDLESS
 from trencadis.core.errors import BadRequest
 from trencadis.core.media_spans import MediaSpan, TokenRun
-from trencadis.multimodal.media_options import MediaPart
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaPart
 from trencadis.multimodal.processor_interface import Layout, Media, PreparedImage, PreparedVideo, encoder_items
 
 Encode = Callable[[str], list[int]]

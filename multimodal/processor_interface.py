@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.core.media_spans import MediaSpan
-from trencadis.multimodal.media_options import MediaOptions
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaOptions
 from trencadis.multimodal.patch_packing import Grid
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from trencadis.backends.cpu.native import dense_linear, kernel_library, kernel_table, weight_packing
-from trencadis.backends.cpu.native.kernel_table import EMULATED, NUMBERS, TORCH, KernelTable, table_of
+from trencadis.backends.cpu.native import dense_linear, kernel_choice_by_cpu, kernel_library, weight_packing
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import EMULATED, NUMBERS, TORCH, KernelTable, table_of
 
 FEATURES = kernel_library.load_library().features
 
-OWN = kernel_table.available_kinds()
+OWN = kernel_choice_by_cpu.available_kinds()
 """Own kernels that this CPU runs."""
 
 EMULATIONS = (EMULATED,) if OWN and "panels_amx_emulated.c" not in kernel_library.load_library().left_out else ()
@@ -40,8 +40,8 @@ DENSE_KINDS = (*OWN, *EMULATIONS, *((WIDENED,) if "avx512_bf16" in FEATURES else
 
 def use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets kernels of one of ``DENSE_KINDS`` serve in this process."""
-    kernel_table._chosen.cache_clear()
-    monkeypatch.setenv(kernel_table.VARIABLE, "avx512" if kind == WIDENED else kind)
+    kernel_choice_by_cpu._chosen.cache_clear()
+    monkeypatch.setenv(kernel_choice_by_cpu.VARIABLE, "avx512" if kind == WIDENED else kind)
     if kind == WIDENED:
         have = kernel_library.load_library()._replace(features=FEATURES - {"avx512_bf16"})
         monkeypatch.setattr(kernel_library, "load_library", lambda: have)

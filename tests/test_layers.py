@@ -112,7 +112,9 @@ TORCH: dict[str, frozenset[str]] = {
     "core/device": frozenset({"backend", "launch_tensors"}),
     "core/engine": frozenset({"device_startup", "engine_builder", "kv_offload_setup"}),
     "core/executor": frozenset({"rendezvous", "multiproc_executor"}),
-    "core/graphs": frozenset({"graph_capture", "graph_manager", "graph_reporter", "live_plan_change", "warmup"}),
+    "core/graphs": frozenset(
+        {"graph_capture_within_memory_budget", "graph_manager", "graph_reporter", "live_plan_change", "warmup"}
+    ),
     "core/lora": frozenset({"adapter_store"}),
     "core/launches": frozenset(
         {
@@ -121,7 +123,7 @@ TORCH: dict[str, frozenset[str]] = {
             "encoder_data_parallel",
             "host_block_copies",
             "model_runner",
-            "persistent_tensors",
+            "kv_cache_and_state_allocation",
         }
     ),
     "core/models": EVERY,
@@ -153,7 +155,7 @@ TORCH: dict[str, frozenset[str]] = {
     "backends/cuda/kernels/peers": EVERY,
     "backends/cuda/launches": EVERY,
     "backends/cuda/attention_libraries": frozenset(
-        {"attention_library_selector", "library_attention", "attention_backend"}
+        {"attention_library_selector", "library_attention", "ops_with_attention_library"}
     ),
     "backends/cuda/time_estimates": frozenset({"meta_launch_recorder"}),
     "backends/cuda/cpu_twin": EVERY,

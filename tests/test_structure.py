@@ -101,7 +101,7 @@ def test_no_two_public_classes_share_a_name() -> None:
 ALONE = {
     "backends/cpu/": "torch's half of a module that the server reads",
     "backends/cuda/kernels/": "one kernel a file",
-    "backends/cuda/attention_libraries/attention_backend.py": "imports the libraries, which need not be there",
+    "backends/cuda/attention_libraries/ops_with_attention_library.py": "imports the libraries, which need not be there",
     "backends/hpu/": "what a bridge, a launch or an emulator adds, each found by its name",
     "core/family_configs/": "near families a file",
     "multimodal/qwen2_vl/model.py": "keeps torch out of the API process",

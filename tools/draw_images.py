@@ -12,10 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trencadis.core.bucket_plan import Plan  # noqa: E402
+from trencadis.core.bucket_lookup import Plan  # noqa: E402
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Stage  # noqa: E402
 from trencadis.core.device_shape_policy import Policy  # noqa: E402
-from trencadis.core.scheduling.image_packer import ImagePacker  # noqa: E402
+from trencadis.core.scheduling.encoder_scheduler import ImagePacker  # noqa: E402
 from trencadis.multimodal.patch_packing import count_slots, patch_grid  # noqa: E402
 from trencadis.multimodal.qwen2_5_vl.window_packing import window_layout  # noqa: E402
 from trencadis.multimodal.qwen2_vl.smart_resize import smart_resize  # noqa: E402

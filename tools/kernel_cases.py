@@ -23,7 +23,7 @@ from trencadis.backends.cuda.kernels import (
     tile_sizes,
     vision_attention,
 )
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import (
+from trencadis.backends.cuda.kernels.attention_metadata import (
     CrossAttentionItems,
     CudaSegments,
     ItemAttn,

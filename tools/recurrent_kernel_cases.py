@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from trencadis.backends.cuda.kernels import causal_conv, delta_rule
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import ItemRows, LaunchRows
+from trencadis.backends.cuda.kernels.attention_metadata import ItemRows, LaunchRows
 from trencadis.core.device.launch_tensors import RecurrentRows
 
 Case = tuple[str, Callable[[], None]]

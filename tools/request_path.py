@@ -45,7 +45,7 @@ TIMED = {
     "server/engine/engine_process_link.py": ("EngineLink.watch", "EngineLink.check_step"),
     "core/process/engine_process.py": ("EngineProcess.pong",),
     "core/process/heap_trimmer.py": ("run_trimmer", "run_collector", "HeapTrimmer.collect_and_trim"),
-    "server/http/app.py": ("_log_stats",),
+    "server/http/fastapi_app.py": ("_log_stats",),
     "server/http/uvicorn_server.py": ("WebServer.serve",),
     "server/processes/server_lifecycle.py": ("ServerLifecycle.run", "SingleProcessServer.serve"),
 }

@@ -22,9 +22,9 @@ from trencadis.backends.cuda.kernels import fused_moe as expert_products
 from trencadis.backends.cuda.kernels.layers import skinny_gemm, skinny_quantised_gemm
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
 from trencadis.core.device.backend import AdapterWeights, HeadTensors, ResetTensors, SamplerState
-from trencadis.core.quant.quantisation_scheme import Scheme
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
+from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import PATCH_VALUES
 
 Case = tuple[str, Callable[[], None]]
 HIDDEN, INTERMEDIATE, FEATURES, VOCAB, PAIRS = 3584, 18944, PATCH_VALUES, 151_936, 300

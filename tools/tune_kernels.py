@@ -34,7 +34,7 @@ from trencadis.backends.cuda.kernels import tile_sizes, vision_attention  # noqa
 from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import FEW  # noqa: E402
 from trencadis.backends.cuda.kernels.tile_sizes import Tile, TileEntry  # noqa: E402
 from trencadis.backends.cuda.launches.attention_work_items import STEP  # noqa: E402
-from trencadis.core.quant.quantisation_scheme import Scheme  # noqa: E402
+from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme  # noqa: E402
 
 WARPS, STAGES = (4, 8), (1, 2, 3, 4)
 GRIDS = {

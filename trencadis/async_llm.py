@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from trencadis.core.errors import BadRequest, StartupError, Unavailable
-from trencadis.core.executor.engine_launcher import spawn_engine
+from trencadis.core.executor.engine_process_launcher import spawn_engine
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.process import engine_messages
 from trencadis.engine_args import AsyncEngineArgs, build_offline_setup

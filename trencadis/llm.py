@@ -21,7 +21,7 @@ from trencadis.core.request import AdapterRef, SamplingParams
 from trencadis.core.startup_progress_and_warmup_pacing import Progress
 from trencadis.engine_args import EngineArgs, build_offline_setup, read_template
 from trencadis.llm_engine import LLMEngine, PromptProgressBar, UseTqdm
-from trencadis.multimodal.media_options import media_scope
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import media_scope
 from trencadis.multimodal.media_timing_and_concurrency import gather_or_cancel
 from trencadis.offline_adapters import LoRARequests
 from trencadis.offline_beam_search import (
@@ -39,7 +39,7 @@ from trencadis.outputs import RequestOutput as RequestOutput
 from trencadis.pooling_methods import PoolingMethods
 from trencadis.prompt_inputs import PromptType, as_list, read_prompt
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
-from trencadis.server.prompts.text_service import TextService
+from trencadis.server.prompts.prompt_builder import TextService
 from trencadis.unsupported_vllm_names import UnsupportedMethods
 
 if TYPE_CHECKING:

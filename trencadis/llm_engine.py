@@ -28,7 +28,7 @@ from trencadis.offline_beam_search import EngineParams, GenerationParams, engine
 from trencadis.offline_tokenizer import OfflineTokenizer
 from trencadis.outputs import OutputBuilder, RequestOutput
 from trencadis.prompt_inputs import PromptType, check_priority, read_prompt
-from trencadis.server.engine.engine_client import RequestTiming
+from trencadis.server.engine.engine_client_and_request_timing import RequestTiming
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.prompts import media_frontends
 from trencadis.server.prompts.answer_grammar import add_sampling_rule, apply_structured_outputs

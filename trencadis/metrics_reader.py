@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from trencadis.core.engine_stats import EngineInfo, EngineStats
-from trencadis.server.engine.engine_client import EngineClient, RequestTiming
+from trencadis.server.engine.engine_client_and_request_timing import EngineClient, RequestTiming
 from trencadis.server.metrics.prometheus import PrometheusMetrics
-from trencadis.server.prompts.text_service import TextService
-from trencadis.server.tenants.admission import Admission
+from trencadis.server.prompts.prompt_builder import TextService
+from trencadis.server.tenants.server_admission_and_byte_budgets import Admission
 
 
 @dataclass(slots=True)

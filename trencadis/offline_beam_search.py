@@ -13,7 +13,7 @@ from trencadis.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from trencadis.server.protocol.beam_search_fields import MOST_PENALTY, check_width, read_early
 
 if TYPE_CHECKING:
-    from trencadis.server.prompts.text_service import TextService
+    from trencadis.server.prompts.prompt_builder import TextService
 
 
 @dataclass(slots=True)

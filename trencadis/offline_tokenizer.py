@@ -11,7 +11,7 @@ from typing import Any
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonMapping
 from trencadis.engine_args import read_template
-from trencadis.server.prompts.text_service import TextService
+from trencadis.server.prompts.prompt_builder import TextService
 
 
 class Encoding(dict[str, Any]):

@@ -8,9 +8,9 @@ from typing import Any, NotRequired, TypedDict
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.request import SamplingParams
-from trencadis.multimodal.media_options import MediaPart, media_scope, part_uuid
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaPart, media_scope, part_uuid
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
-from trencadis.server.prompts.text_service import TextService
+from trencadis.server.prompts.prompt_builder import TextService
 from trencadis.server.protocol.pooling_params import PoolingParams
 
 

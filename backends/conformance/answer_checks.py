@@ -24,8 +24,8 @@ from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.device.backend import Backend
+from trencadis.core.launches.kv_cache_and_state_allocation import allocate_persistent
 from trencadis.core.launches.model_runner import ModelRunner
-from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.models import model_loader
 from trencadis.core.step import PENDING, BidirectionalSpan, Draw, Encode, ImageRows, Reset, Row, Sample, Step

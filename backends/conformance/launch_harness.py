@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.conformance.check_result import CheckFailed
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage, ahead_variant, drafts_ahead, verified_width
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ModelConfig, reserved_rows
@@ -37,10 +37,10 @@ from trencadis.core.graphs.graph_manager import body_of
 from trencadis.core.kv_cache_format import SINK_BLOCK
 from trencadis.core.launch_inputs import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 from trencadis.core.launches import host_inputs as host
-from trencadis.core.launches.persistent_tensors import allocate_persistent, by_block
+from trencadis.core.launches.kv_cache_and_state_allocation import allocate_persistent, by_block
 from trencadis.core.media_spans import SINK_ROW
 from trencadis.core.models import model_loader
-from trencadis.core.models.interface import Model, Persistent
+from trencadis.core.models.model_and_ops_api import Model, Persistent
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan

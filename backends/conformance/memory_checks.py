@@ -15,12 +15,12 @@ from trencadis.backends.conformance.program_checks import (
     make_harness,
     pick_buckets,
 )
-from trencadis.backends.fault_injection import CAPTURE, STEP, hooks_of
-from trencadis.core.bucket_plan import Plan
+from trencadis.backends.fault_injection_hooks import CAPTURE, STEP, hooks_of
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket
 from trencadis.core.device.backend import Backend, Program, ProgramState
 from trencadis.core.errors import format_error, is_out_of_memory
-from trencadis.core.graphs.graph_capture import GraphCaptures
+from trencadis.core.graphs.graph_capture_within_memory_budget import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.memory.graph_selection import GraphPrice
 from trencadis.core.memory.memory_division import GraphSettings, MemoryInUse, MemorySplit

@@ -21,7 +21,7 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import Backend, LayerKV, Ops, SinksArgument, TextTensors
 from trencadis.core.launch_inputs import StepInputs
 from trencadis.core.launches import host_inputs as host
-from trencadis.core.launches.persistent_tensors import by_block
+from trencadis.core.launches.kv_cache_and_state_allocation import by_block
 from trencadis.core.step import Int32, Reset
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -38,11 +38,11 @@ from trencadis.core.device.backend import Backend, ExpertBiases, LayerKV, Ops, T
 from trencadis.core.media_spans import RESERVED_ROWS
 from trencadis.core.models.decoder import DecoderLayer
 from trencadis.core.models.image_cross_attention import arena_row_numbers
-from trencadis.core.models.interface import CrossAttentionOps
 from trencadis.core.models.mlp_and_norms import GatedMLP, RMSNorm
+from trencadis.core.models.model_and_ops_api import CrossAttentionOps
 from trencadis.core.quant import online_quant
-from trencadis.core.quant.quantisation_scheme import FLOATS8, Scheme
 from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.quantised_weight_layout_and_bytes import FLOATS8, Scheme
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2")
 

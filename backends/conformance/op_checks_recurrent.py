@@ -19,7 +19,7 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import Attn, Backend, TextTensors
 from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.launch_inputs import StepInputs
-from trencadis.core.models.interface import RecurrentOps
+from trencadis.core.models.model_and_ops_api import RecurrentOps
 
 NAN = float("nan")
 

@@ -16,7 +16,7 @@ from trencadis.backends.conformance.program_checks import make_harness
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import Backend, SamplerState
 from trencadis.core.launches import host_inputs as host
-from trencadis.core.models.interface import DrawingOps, PenalisingOps
+from trencadis.core.models.model_and_ops_api import DrawingOps, PenalisingOps
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.step import Bias, Reset, Sample
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from trencadis.backends.conformance.backend_under_test import CheckTarget
 from trencadis.backends.conformance.check_result import CheckFailed, Skipped
 from trencadis.backends.conformance.launch_harness import Harness, all_buckets, spread_buckets
-from trencadis.backends.fault_injection import hooks_of
+from trencadis.backends.fault_injection_hooks import hooks_of
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.device.backend import Backend, Ops, Program, ProgramState
 

@@ -36,8 +36,8 @@ from trencadis.backends.cpu.host_padding import (
 )
 from trencadis.backends.cpu.measured_kernel_choice import UNCHANGED, choice_of, choose_table
 from trencadis.backends.cpu.native import dense_linear, kernel_threads
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import KernelTable, with_choice
 from trencadis.backends.cpu.native.kernel_library import load_library
-from trencadis.backends.cpu.native.kernel_table import KernelTable, with_choice
 from trencadis.backends.cpu.native.threads_on_busy_cpus import ThreadUse, thread_use
 from trencadis.backends.cpu.native.weight_packing import CachedPages
 from trencadis.backends.cpu.ops import CpuOps

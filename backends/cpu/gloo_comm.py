@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.device.communicators import SingleRank as SingleRank
+from trencadis.core.device.communicators_and_rank_agreement import SingleRank as SingleRank
 from trencadis.core.executor.rendezvous import TIMEOUT, open_store
 
 

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.native import kernel_library, kernel_table
-from trencadis.core.quant.quantisation_scheme import ROW_BYTES
+from trencadis.backends.cpu.native import kernel_choice_by_cpu, kernel_library
 from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.quantised_weight_layout_and_bytes import ROW_BYTES
 
 log = logging.getLogger("trencadis.engine")
 
@@ -95,7 +95,7 @@ def integer_weight(q: QTensor, bias: Tensor | None) -> IntegerWeight | None:
     bias = None if bias is None else bias.float()
     whole = not has_narrow_sums() and is_onednn_exact()
     libraries = "oneDNN's (with zero points fbgemm's)" if whole else "fbgemm's"
-    kernel_library.log_quantised_kernels(kernel_table.chosen_table().line(libraries))
+    kernel_library.log_quantised_kernels(kernel_choice_by_cpu.chosen_table().line(libraries))
     if zero is None and whole:
         packed = torch.ops.onednn.qlinear_prepack(codes.contiguous(), None)
         return IntegerWeight(packed, bias, rows, columns, scale.float().clone(), False)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.native import lora_adapter_kernels
-from trencadis.backends.cpu.native.kernel_table import KernelTable
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import KernelTable
 from trencadis.core.device.backend import AdapterRows, AdapterWeights, PackedAdapters
 
 LEAST_ROWS = 32

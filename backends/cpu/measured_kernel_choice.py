@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.native import dense_linear, kernel_library
-from trencadis.backends.cpu.native.kernel_table import (
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import (
     SHARED_ROWS,
     TORCH,
     VARIABLE,

@@ -38,7 +38,7 @@ from trencadis.backends.cpu.native.attention_and_row_kernels import (
 )
 from trencadis.backends.cpu.native.dense_linear import PackedWeight as PackedWeight
 from trencadis.backends.cpu.native.dense_linear import by_sizes, pieces
-from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, Op, chosen_table
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import ANY, KernelTable, Op, chosen_table
 from trencadis.backends.cpu.native.quantised_weight_panels import DTYPE_NAMES, PanelWeight, panel_weight
 from trencadis.backends.cpu.recorded_layers import ReplayOps
 from trencadis.backends.cpu.recurrent_ops import RecurrentKernelOps

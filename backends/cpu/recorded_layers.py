@@ -365,7 +365,7 @@ def decodes_few(attn: Attn) -> bool:
 
 
 class ReplayOps:
-    """The part of the CPU's ops that records layers; implements ``core.models.interface.GroupingOps``."""
+    """The part of the CPU's ops that records layers; implements ``core.models.model_and_ops_api.GroupingOps``."""
 
     records = False
     """True: layers of small decode launches are recorded, and replayed in one call."""

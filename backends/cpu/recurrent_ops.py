@@ -1,4 +1,5 @@
-"""The recurrent ops (``core.models.interface.RecurrentOps``): the reference in plain torch, and the library's kernels.
+"""The recurrent ops (``core.models.model_and_ops_api.RecurrentOps``): the reference in plain torch, and the library's
+kernels.
 
 In the reference shapes are static, and no tensor is read on the host unless ``reads_rows`` says so.
 """
@@ -14,10 +15,10 @@ from torch.nn import functional
 
 from trencadis.backends.cpu.native import recurrent_kernels
 from trencadis.backends.cpu.native.attention_and_row_kernels import gated_norm
-from trencadis.backends.cpu.native.kernel_table import KernelTable
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import KernelTable
 from trencadis.core.device.backend import Ops
 from trencadis.core.device.launch_tensors import Attn, RecurrentRows
-from trencadis.core.models.interface import DeltaNetWeights, RecurrentState
+from trencadis.core.models.model_and_ops_api import DeltaNetWeights, RecurrentState
 
 CHUNK = 64
 """Tokens of a row that are computed together."""
@@ -52,7 +53,7 @@ class TokenPlaces(NamedTuple):
 
 
 class RecurrentReference:
-    """Implements ``core.models.interface.RecurrentOps``."""
+    """Implements ``core.models.model_and_ops_api.RecurrentOps``."""
 
     reads_rows = False
     """True: inputs may be read on the host, which a graph does not permit: the tokens of each row, so that no chunk

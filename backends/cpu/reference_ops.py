@@ -186,7 +186,7 @@ class ReferenceOps(RecurrentReference):
     def cross_attend(
         self, q: Tensor, held: Tensor, rows: Tensor | None, images: CrossAttentionTensors, scale: float
     ) -> Tensor:
-        """Implements ``core.models.interface.CrossAttentionOps``: gathers keys and values."""
+        """Implements ``core.models.model_and_ops_api.CrossAttentionOps``: gathers keys and values."""
         assert rows is not None
         units, d = len(images.units), q.shape[2]
         k, v = (
@@ -196,7 +196,7 @@ class ReferenceOps(RecurrentReference):
         return self.cross_attend_rows(q, k, v, images, scale)
 
     def cross_attend_rows(self, q: Tensor, k: Tensor, v: Tensor, images: CrossAttentionTensors, scale: float) -> Tensor:
-        """Implements ``core.models.interface.CrossAttentionOps``, a tile of queries at a time."""
+        """Implements ``core.models.model_and_ops_api.CrossAttentionOps``, a tile of queries at a time."""
         (n, heads, d), (units, length, groups, _) = q.shape, k.shape
         keys, values = k.flatten(0, 1).permute(1, 2, 0), v.flatten(0, 1).transpose(0, 1)  # [g, d, L], [g, L, d]
         queries = q.view(n, groups, heads // groups, d).transpose(0, 1)
@@ -289,12 +289,12 @@ class ReferenceOps(RecurrentReference):
         return self.take(self.best(logits), head, state)
 
     def take(self, token: Tensor, head: HeadTensors, state: SamplerState) -> HeadTensorsOut:
-        """Implements ``core.models.interface.BestOps``: stores given ids as drawn."""
+        """Implements ``core.models.model_and_ops_api.BestOps``: stores given ids as drawn."""
         self.update(token, head, state, full=False)
         return HeadTensorsOut(token.int(), None, None, None, None)
 
     def best_outputs(self, x: Tensor, w: Weight, outputs: int, scale: float) -> Tensor | None:
-        """Implements ``core.models.interface.BestOps``: returns None, since the logits are needed."""
+        """Implements ``core.models.model_and_ops_api.BestOps``: returns None, since the logits are needed."""
         return None
 
     def best(self, logits: Tensor) -> Tensor:
@@ -302,7 +302,7 @@ class ReferenceOps(RecurrentReference):
         return logits.argmax(-1)
 
     def mask(self, logits: Tensor, head: HeadTensors) -> Tensor:
-        """Implements ``core.models.interface.MaskingOps``."""
+        """Implements ``core.models.model_and_ops_api.MaskingOps``."""
         allowed = unpack(head.masks.index_select(0, head.mask_row), logits.shape[1])
         return torch.where(allowed, logits, torch.finfo(logits.dtype).min)
 

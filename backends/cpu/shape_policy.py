@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from platform import machine
 
-from trencadis.backends.cpu.native import kernel_table
+from trencadis.backends.cpu.native import kernel_choice_by_cpu
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, MIXED_AXES, Stage
 from trencadis.core.device_shape_policy import Policy
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import FP8, INT8
-from trencadis.core.quant.quantisation_scheme import PANELS, ROWS8
+from trencadis.core.quant.quantised_weight_layout_and_bytes import PANELS, ROWS8
 from trencadis.core.vision_config import WINDOW_SLOTS
 
 INVARIANT_ROWS = 4
@@ -91,4 +91,4 @@ def policy(name: str) -> Policy:
     found = POLICIES.get(name or "serving")
     if found is None:
         raise StartupError(f"the cpu backend has no policy {name!r}; policies: {', '.join(POLICIES)}")
-    return replace(found, quantised=PANELS) if kernel_table.chosen_table().number else found
+    return replace(found, quantised=PANELS) if kernel_choice_by_cpu.chosen_table().number else found

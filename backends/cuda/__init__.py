@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from trencadis.backends.cuda.backend import CudaBackend
-    from trencadis.backends.cuda.kernels.torch_device_module import Accelerator
+    from trencadis.backends.cuda.kernels.gpu_platform import Accelerator
     from trencadis.backends.cuda.runtime_protocol import Runtime
     from trencadis.core.device.backend import Backend, BackendConfig, Comm
 
@@ -35,9 +35,9 @@ def make_backend(cfg: BackendConfig, cards: Accelerator | None = None) -> Backen
         StartupError: no card, no Triton, or a card or model that the kernels do not support; the message says what
         works.
     """
-    from trencadis.backends.cuda.kernels import torch_device_module
+    from trencadis.backends.cuda.kernels import gpu_platform
 
-    torch_device_module.use(cards or torch_device_module.Accelerator())
+    gpu_platform.use(cards or gpu_platform.Accelerator())
     if _is_twin((cfg.options or {}).get("policy", "")):
         return _twin(cfg)
     from trencadis.backends.cuda import support_checks
@@ -50,7 +50,7 @@ def make_backend(cfg: BackendConfig, cards: Accelerator | None = None) -> Backen
         )
     device = support_checks.pick_device(cfg.card, cfg.cards, cfg.dtype) if cards is None else _card(cards, cfg)
     from trencadis.backends.cuda import support_checks
-    from trencadis.backends.cuda.attention_libraries.attention_backend import RequestedAttention
+    from trencadis.backends.cuda.attention_libraries.ops_with_attention_library import RequestedAttention
     from trencadis.backends.cuda.backend import CudaBackend  # imports triton, which may be missing
     from trencadis.backends.cuda.kernels import tile_sizes
     from trencadis.backends.cuda.ops import CudaOps, InvariantCudaOps
@@ -80,16 +80,16 @@ def _is_twin(policy: str, environ: Mapping[str, str] | None = None) -> bool:
 
 
 def _twin(cfg: BackendConfig) -> Backend:
-    from trencadis.backends.cuda.attention_libraries.attention_backend import RequestedAttention
+    from trencadis.backends.cuda.attention_libraries.ops_with_attention_library import RequestedAttention
     from trencadis.backends.cuda.backend import CudaBackend
     from trencadis.backends.cuda.cpu_twin.ops import TwinOps
     from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinRuntime
-    from trencadis.backends.cuda.kernels import torch_device_module
+    from trencadis.backends.cuda.kernels import gpu_platform
     from trencadis.backends.cuda.weights.quantised_weight import NEWEST
 
     if cfg.batch_invariant:
         raise StartupError("--batch-invariant: the twin of a card does not promise it; --device cpu does")
-    runtime = TwinRuntime(label=f"{torch_device_module.in_use().name} (twin)")
+    runtime = TwinRuntime(label=f"{gpu_platform.in_use().name} (twin)")
     comm = _comm(cfg, runtime.device)
 
     def reopen(cfg: BackendConfig) -> CudaBackend:
@@ -112,9 +112,9 @@ def _with_pipe(backend: CudaBackend) -> CudaBackend:
 
 def runtime_of(device: torch.device) -> Runtime:
     """Returns a card's runtime; for the CPU, where Triton interprets the kernels, a twin that captures no graphs."""
-    from trencadis.backends.cuda.kernels import torch_device_module
+    from trencadis.backends.cuda.kernels import gpu_platform
 
-    cards = torch_device_module.in_use()
+    cards = gpu_platform.in_use()
     if device.type == cards.name:
         from trencadis.backends.cuda.cuda_runtime import CudaRuntime
 
@@ -128,7 +128,7 @@ def _comm(cfg: BackendConfig, device: torch.device) -> Comm | None:
     """Returns the communicator of several ranks; None for one rank."""
     if cfg.ranks == 1:
         return None
-    from trencadis.backends.cuda.kernels.torch_device_module import in_use
+    from trencadis.backends.cuda.kernels.gpu_platform import in_use
     from trencadis.backends.cuda.nccl_comm import CudaComm
     from trencadis.core.executor.rendezvous import join_group
 

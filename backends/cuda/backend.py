@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trencadis.backends.cpu.gloo_comm import SingleRank
 from trencadis.backends.cuda.cpu_offloaded_layers import HostLayerOps, HostLayers
-from trencadis.backends.cuda.kernels.torch_device_module import in_use
+from trencadis.backends.cuda.kernels.gpu_platform import in_use
 from trencadis.backends.cuda.launches.bucket_capacity import cross_attention_bytes, input_bytes
 from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffers, buffer_bytes
@@ -39,7 +39,7 @@ from trencadis.core.vision_config import SlotForm
 
 class AttentionLibrary(Protocol):
     """A library that computes attention in place of this engine's kernels
-    (``libraries.attention_backend.AttentionLibraryAdapter``).
+    (``attention_libraries.ops_with_attention_library.AttentionLibraryAdapter``).
     """
 
     def wrap_body(self, buffers: InputBuffers, body: Body) -> Body:

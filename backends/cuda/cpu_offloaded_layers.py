@@ -22,7 +22,7 @@ OTHERS = frozenset({"ops", "comm", "backend", "kv"})
 
 
 class HostLayers:
-    """The last ``held`` layers of a decoder (``core.models.interface.LayersInHostMemory``).
+    """The last ``held`` layers of a decoder (``core.models.model_and_ops_api.LayersInHostMemory``).
 
     Each has a copy of its tensors in pinned memory. The tensors themselves are views of one of two buffers on the
     card, at fixed addresses: layers read them as usual, and graphs may hold them. Within a launch the buffers

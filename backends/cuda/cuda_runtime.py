@@ -25,9 +25,9 @@ from torch import Tensor
 from triton import knobs
 
 from trencadis.backends.cuda.graph_pool import CapturedGraphs, CudaGraph, GraphPool, discard_failed_capture
-from trencadis.backends.cuda.kernels.torch_device_module import Accelerator, TorchGraph, in_use
+from trencadis.backends.cuda.kernels.gpu_platform import Accelerator, TorchGraph, in_use
 from trencadis.backends.cuda.runtime_protocol import Array, Graph, Stream
-from trencadis.backends.fault_injection import Hooks
+from trencadis.backends.fault_injection_hooks import Hooks
 from trencadis.core.device.backend import Body, Memory, OutOfDeviceMemory
 from trencadis.core.graphs.graph_manager import EventStopwatch
 

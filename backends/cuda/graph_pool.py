@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from trencadis.backends.cuda.kernels.torch_device_module import Accelerator, TorchGraph
+from trencadis.backends.cuda.kernels.gpu_platform import Accelerator, TorchGraph
 from trencadis.core.executor.executor_interface import SerialThread
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels.torch_device_module import in_use
+from trencadis.backends.cuda.kernels.gpu_platform import in_use
 from trencadis.core import envs
 from trencadis.core.device.backend import BackendConfig
 

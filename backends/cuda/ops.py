@@ -25,13 +25,13 @@ from trencadis.backends.cpu.sampler import accepted_slots
 from trencadis.backends.cuda.cpu_offloaded_layers import HostLayerOps
 from trencadis.backends.cuda.kernels import (
     activation,
+    attention_metadata,
     causal_conv,
     cross_attend,
     delta_rule,
     fused_moe,
     gather_scatter,
     input_embeddings,
-    kernel_launch_tensors,
     lora_shrink_expand,
     norms,
     paged_attention,
@@ -42,14 +42,14 @@ from trencadis.backends.cuda.kernels import (
     tile_sizes,
     vision_attention,
 )
-from trencadis.backends.cuda.kernels.fused_moe import StackedExperts
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import (
+from trencadis.backends.cuda.kernels.attention_metadata import (
     CrossAttentionItems,
     CudaSegments,
     ItemAttn,
     ItemRows,
     SingleAttn,
 )
+from trencadis.backends.cuda.kernels.fused_moe import StackedExperts
 from trencadis.backends.cuda.kernels.layers import fused_layer, skinny_gemm
 from trencadis.backends.cuda.shape_policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
@@ -244,7 +244,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
     def cross_attend(
         self, q: Tensor, held: Tensor, rows: Tensor | None, images: CrossAttentionTensors, scale: float
     ) -> Tensor:
-        """Implements ``core.models.interface.CrossAttentionOps``; the kernel reads rows directly from the arena."""
+        """Implements ``core.models.model_and_ops_api.CrossAttentionOps``; the kernel reads rows in the arena."""
         assert isinstance(images, CrossAttentionItems)
         out, (k, v) = q.new_empty(q.shape), torch.split(held, held.shape[1] // 2, dim=1)
         results = cross_attend.span_results(images, q, k.shape[1] // q.shape[2])
@@ -254,7 +254,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
     def prepare_recurrent(self, rows: RecurrentRows, attn: Attn) -> RecurrentRows:
         """Lists the chunks of a launch once for all layers; a launch with one token per row has none."""
         single = isinstance(attn, SingleAttn)
-        found = rows if single else kernel_launch_tensors.item_rows(rows, attn.row_start, len(attn.slot_map))
+        found = rows if single else attention_metadata.item_rows(rows, attn.row_start, len(attn.slot_map))
         return cast(RecurrentRows, found)
 
     def causal_conv(

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.fault_injection import Hooks
+from trencadis.backends.fault_injection_hooks import Hooks
 from trencadis.core.device.backend import Body, Memory
 from trencadis.core.graphs.graph_manager import Stopwatch
 

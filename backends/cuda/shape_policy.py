@@ -11,7 +11,7 @@ from trencadis.core.buckets import MIXED_AXES, Bucket, Stage, padded_tokens
 from trencadis.core.device_shape_policy import AxisRule, DecodedPieces, Density, GraphMemory, InputSizes, Policy
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import FP8, INT8
-from trencadis.core.quant.quantisation_scheme import CODES, DECODED_BYTES, DECODED_ROWS
+from trencadis.core.quant.quantised_weight_layout_and_bytes import CODES, DECODED_BYTES, DECODED_ROWS
 from trencadis.core.vision_config import WINDOW_SLOTS
 
 FLASH_ATTN, FLASHINFER = "FLASH_ATTN", "FLASHINFER"

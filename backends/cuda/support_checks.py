@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from trencadis.backends.cuda.kernels import kernel_launch_tensors
+from trencadis.backends.cuda.kernels import attention_metadata
 from trencadis.backends.cuda.launches.bucket_capacity import PROCESSORS, block_tokens, item_capacity
 from trencadis.backends.cuda.visible_devices import card_nodes
 from trencadis.core.buckets import Bucket, Stage
@@ -166,10 +166,10 @@ def check_model(cfg: BackendConfig) -> None:
         StartupError: no kernel supports one of them.
     """
     for kv_heads, head_dim in cfg.head_forms if cfg.head_dim else ():
-        kernel_launch_tensors.check_supported(head_dim, cfg.heads // max(kv_heads, 1), cfg.block_size, cfg.dtype)
+        attention_metadata.check_supported(head_dim, cfg.heads // max(kv_heads, 1), cfg.block_size, cfg.dtype)
     if cfg.vision_head_dim:
-        kernel_launch_tensors.check_supported(
-            cfg.vision_head_dim, 1, cfg.block_size, cfg.dtype, kernel_launch_tensors.VISION_HEADS
+        attention_metadata.check_supported(
+            cfg.vision_head_dim, 1, cfg.block_size, cfg.dtype, attention_metadata.VISION_HEADS
         )
     _check_grid(cfg)
     if cfg.vocab_size > WIDEST_VOCABULARY:

@@ -90,23 +90,26 @@ def cards(policy: str, environ: Mapping[str, str]) -> tuple[int, str] | None:
     Raises:
         StartupError: ``HABANA_VISIBLE_MODULES`` cannot be read.
     """
-    from trencadis.backends.hpu.start import gaudi_detection, gaudi_mode_and_env
+    from trencadis.backends.hpu.start import gaudi_card_and_plugin_detection, gaudi_mode_and_env
 
-    here = gaudi_detection.find_machine(environ)
+    here = gaudi_card_and_plugin_detection.find_machine(environ)
     try:
-        if gaudi_mode_and_env.choose(environ, here, gaudi_detection.find_stack()) == gaudi_mode_and_env.EMULATED:
+        if (
+            gaudi_mode_and_env.choose(environ, here, gaudi_card_and_plugin_detection.find_stack())
+            == gaudi_mode_and_env.EMULATED
+        ):
             return None
     except StartupError:
         return None if here.cards else (0, "there is none here")
-    return gaudi_detection.usable(environ, here)
+    return gaudi_card_and_plugin_detection.usable(environ, here)
 
 
 def listing() -> list[str]:
     """Returns one line for each card that this process may use."""
-    from trencadis.backends.hpu.start import gaudi_detection
+    from trencadis.backends.hpu.start import gaudi_card_and_plugin_detection
 
-    here = gaudi_detection.find_machine(os.environ)
-    named = gaudi_detection.visible(os.environ, here)
+    here = gaudi_card_and_plugin_detection.find_machine(os.environ)
+    named = gaudi_card_and_plugin_detection.visible(os.environ, here)
     ids = named if named is not None else here.modules
     return [f"hpu:{i}    Gaudi, {f'module {ids[i]}' if i < len(ids) else 'module unknown'}"
             for i in range(len(named) if named is not None else here.nodes)]  # fmt: skip
@@ -114,9 +117,9 @@ def listing() -> list[str]:
 
 def usable() -> str:
     """Returns why no Gaudi of this machine can serve; an empty string if one can."""
-    from trencadis.backends.hpu.start import gaudi_detection, gaudi_mode_and_env
+    from trencadis.backends.hpu.start import gaudi_card_and_plugin_detection, gaudi_mode_and_env
 
-    if not gaudi_detection.find_machine(os.environ).cards:
+    if not gaudi_card_and_plugin_detection.find_machine(os.environ).cards:
         return "there is none; --device hpu emulates one"
     try:
         gaudi_mode_and_env.find_capability(os.environ)

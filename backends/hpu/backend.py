@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trencadis.backends.fault_injection import Hooks
+from trencadis.backends.fault_injection_hooks import Hooks
 from trencadis.backends.hpu.attention.prefill_attention import check_bucket
 from trencadis.backends.hpu.habana_bridge import Bridge, emulator_hooks
 from trencadis.backends.hpu.hccl_comm import HpuComm, HpuPipe
@@ -21,7 +21,7 @@ from trencadis.backends.hpu.hpu_settings import HpuSettings, require_symbols, se
 from trencadis.backends.hpu.launches.block_copies import HpuBlockCopies
 from trencadis.backends.hpu.launches.hpu_host_arrays import LaunchForm
 from trencadis.backends.hpu.launches.hpu_program import CompiledProgram, GraphProgram, HpuProgram, LaunchContexts
-from trencadis.backends.hpu.launches.static_tensor_copies import HostOutputPool, HpuPending, Staging, named_errors
+from trencadis.backends.hpu.launches.input_and_output_copies import HostOutputPool, HpuPending, Staging, named_errors
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.recurrent_check import check_recurrent
 from trencadis.backends.hpu.shape_policy import without_fp8

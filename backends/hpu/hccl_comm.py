@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trencadis.backends.hpu.collectives import use_group
 from trencadis.backends.hpu.habana_bridge import Bridge, join_lines
-from trencadis.backends.hpu.launches.static_tensor_copies import Staging
+from trencadis.backends.hpu.launches.input_and_output_copies import Staging
 from trencadis.backends.hpu.shape_policy import pieces
 from trencadis.core.device.backend import BackendConfig
 

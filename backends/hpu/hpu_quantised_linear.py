@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trencadis.core.quant.quantisation_scheme import FACTOR, WORD, packs4
 from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.quantised_weight_layout_and_bytes import FACTOR, WORD, packs4
 
 log = logging.getLogger("trencadis.engine")
 

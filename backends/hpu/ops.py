@@ -234,8 +234,8 @@ class HpuOps(JoinedAdapterOps, StaticRecurrentOps, ReferenceOps):
         return out
 
     def group_layers(self, layers: Sequence[Any], attn: Any) -> Sequence[Any]:
-        """Implements ``core.models.interface.GroupingOps``: in compile mode the layers of a DECODE launch run in
-        regions of several.
+        """Implements ``core.models.model_and_ops_api.GroupingOps``: in compile mode the layers of a DECODE launch run
+        in regions of several.
         """
         size = self.settings.decode_layers
         decodes = isinstance(attn, SharedDecode) or (
@@ -316,13 +316,13 @@ class HpuOps(JoinedAdapterOps, StaticRecurrentOps, ReferenceOps):
         return self._count(lambda note: sample_full(logits, head, state, self.thresholds, note), head, state)
 
     def draw(self, logits: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
-        """Implements ``core.models.interface.DrawingOps``."""
+        """Implements ``core.models.model_and_ops_api.DrawingOps``."""
         head = convert_fields(inputs, HEAD_TYPES)
         scores, allowed = apply_penalties(logits.float(), head, state)
         return self._take(draw(scores, allowed, head, self.thresholds), head, state)
 
     def take_penalised(self, logits: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
-        """Implements ``core.models.interface.PenalisingOps``."""
+        """Implements ``core.models.model_and_ops_api.PenalisingOps``."""
         head = convert_fields(inputs, HEAD_TYPES)
         scores, allowed = apply_penalties(logits.float(), head, state)
         return self._take(torch.where(allowed, scores, lowest(torch.float32)).argmax(-1), head, state)

@@ -20,7 +20,7 @@ from trencadis.backends.hpu.ops import HpuOps
 from trencadis.core.device.backend import Attn
 from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.errors import StartupError
-from trencadis.core.models.interface import RecurrentOps
+from trencadis.core.models.model_and_ops_api import RecurrentOps
 
 CLOSE = 1e-3
 """Largest difference from the reference, as a share of its largest value; a store that is missing is off by about 1."""

@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
-from trencadis.backends.hpu.start.gaudi_detection import hccl_bytes
+from trencadis.backends.hpu.start.gaudi_card_and_plugin_detection import hccl_bytes
 from trencadis.backends.hpu.start.gaudi_mode_and_env import will_be_lazy
 from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, target_bucket, verified_width
 from trencadis.core.cross_attention_inputs import planned_units
@@ -29,7 +29,7 @@ from trencadis.core.device_shape_policy import (
 )
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import FP8, INT8
-from trencadis.core.quant.quantisation_scheme import FLOATS8
+from trencadis.core.quant.quantised_weight_layout_and_bytes import FLOATS8
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.shapes.launch_costs import Costs
 from trencadis.core.vision_config import WINDOW_SLOTS
@@ -156,7 +156,7 @@ def graph_input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
 
 def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
     """Returns the exact bytes of a bucket's input tensors: 32-bit words and bytes, as packed by
-    ``launches/static_tensor_copies.py``.
+    ``launches/input_and_output_copies.py``.
     """
     dims, vocab = bucket.dims, sizes.vocab
     bits, upto, units = -(-vocab // 8), 4 if sizes.upto else 0, planned_units(bucket.variant)

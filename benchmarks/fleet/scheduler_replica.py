@@ -17,7 +17,7 @@ from trencadis.core.kv.block_pool import BlockPool, EvictionLog
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.encoder_cache import EncoderCache
-from trencadis.core.scheduling.image_packer import ImagePacker
+from trencadis.core.scheduling.encoder_scheduler import ImagePacker
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.step import Step

@@ -53,7 +53,7 @@ class LayerRun:
 
     Args:
         contexts: stored keys of each row.
-        quantised: scheme of its products' weights (``core.quant.quantisation_scheme.Scheme``); None: dense.
+        quantised: scheme of its weights (``core.quant.quantised_weight_layout_and_bytes.Scheme``); None: dense.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class LayerRun:
     def layer(self, ops: Any) -> Any:
         """The engine's layer over ``ops``."""
         from trencadis.core.checkpoint.model_config import TextConfig
-        from trencadis.core.device.communicators import SingleRank
+        from trencadis.core.device.communicators_and_rank_agreement import SingleRank
         from trencadis.core.models.decoder import DecoderLayer
 
         s = self.shape

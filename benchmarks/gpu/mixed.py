@@ -19,11 +19,11 @@ import numpy as np
 
 from benchmarks.harness.compared_engines import Setup
 from trencadis.core.engine.engine import Engine
-from trencadis.core.graph_plan_report import GraphPlan
+from trencadis.core.graph_and_bucket_learning_report import GraphPlan
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.patch_packing import count_slots
-from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import PATCH_VALUES
 
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0}, {"temperature": 0.0, "logprobs": 3}, {"temperature": 0.8, "top_p": 0.9}, {"top_k": 20},

@@ -25,9 +25,9 @@ import llguidance
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.token_masks.grammar_matcher import parser_limits
-from trencadis.core.token_masks.grammar_vocabulary import open_tokenizer
+from trencadis.core.token_masks.grammar_tokenizer_and_vocabulary import open_tokenizer
 from trencadis.server.grammars.grammar_cache import find_control_tokens, make_vocabulary
-from trencadis.server.grammars.grammar_writer import GrammarWriter
+from trencadis.server.grammars.lark_grammar_and_tool_functions import GrammarWriter
 from trencadis.server.grammars.response_format import RequestedFormat
 from trencadis.server.prompts.answer_grammar import write_content_rule
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer

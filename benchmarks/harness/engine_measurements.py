@@ -20,7 +20,7 @@ from benchmarks.harness.reporting import median
 from trencadis.core.buckets import Stage
 from trencadis.core.step import Encode, Step
 from trencadis.multimodal.patch_packing import count_slots
-from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import PATCH_VALUES
 
 MOST_TOKENS = 512
 """Image tokens of the largest image whose encoding is timed."""

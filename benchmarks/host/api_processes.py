@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.harness.reporting import ROOT, report, table
 from benchmarks.host.stream import Clients, serving
 from trencadis.core.cpu_affinity import available_cpus
-from trencadis.server.metrics.process_and_tenant_collectors import ProcessesCollector
+from trencadis.server.metrics.process_tenant_and_sleep_collectors import ProcessesCollector
 
 HEADER = ("API processes", "tokens/s", "us a token: front", "all API", "engine")
 CORES, BAR = 4, 1.8

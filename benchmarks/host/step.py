@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.harness.reporting import report, table
 from trencadis.backends.cpu.backend import CpuBackend
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.device.backend import BackendConfig, HeadTensors, HeadTensorsOut
 from trencadis.core.kv.block_pool import BlockPool

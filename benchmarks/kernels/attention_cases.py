@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from benchmarks.kernels.case import Case
 from trencadis.backends.cuda import runtime_of
 from trencadis.backends.cuda.kernels import paged_attention, rotary_kernels, vision_attention
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import CudaSegments
+from trencadis.backends.cuda.kernels.attention_metadata import CudaSegments
 from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes, segments
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
 from trencadis.core.buckets import Bucket, Stage

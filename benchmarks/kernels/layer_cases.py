@@ -17,7 +17,7 @@ from trencadis.backends.cuda.kernels.layers import skinny_gemm, skinny_quantised
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.backends.cuda.weights.quantised_weight import dequantise, pack_quantised_weight
 from trencadis.core.quant import online_quant
-from trencadis.core.quant.quantisation_scheme import Scheme
+from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
 
 DTYPE = torch.bfloat16
 CODES = {"int4": Scheme(4, group=128), "int8": Scheme(8)}

@@ -12,7 +12,7 @@ from benchmarks.kernels.case import Case
 from trencadis.backends.cuda.kernels import quantised_linear, tile_sizes
 from trencadis.backends.cuda.weights.quantised_weight import dequantise, pack_quantised_weight, product
 from trencadis.core.quant import online_quant
-from trencadis.core.quant.quantisation_scheme import Scheme
+from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
 
 SHAPES = ((2560, 2048), (2048, 11008), (37888, 3584), (3584, 18944))
 """Output and input features."""

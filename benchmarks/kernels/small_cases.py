@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.kernels.case import Case
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.kernels import activation, gather_scatter, input_embeddings, norms
-from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import PATCH_VALUES
 
 HIDDEN, INTERMEDIATE, FEATURES = 3584, 18944, PATCH_VALUES
 DTYPE = torch.bfloat16

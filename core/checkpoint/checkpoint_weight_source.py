@@ -19,8 +19,8 @@ from trencadis.core.checkpoint.weight_source_interface import StackedPart, Store
 from trencadis.core.device.backend import Backend
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.quantisation_scheme import FLOATS8, Scheme
 from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.quantised_weight_layout_and_bytes import FLOATS8, Scheme
 
 log = logging.getLogger("trencadis.engine")
 

@@ -17,7 +17,7 @@ from trencadis.core.checkpoint.family import TOWER, Family
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonMapping
-from trencadis.core.renamed_plugin_api import find_successors
+from trencadis.core.renamed_plugin_api_error_hints import find_successors
 from trencadis.core.vision_config import SharedMatrix
 
 log = logging.getLogger("trencadis.engine")

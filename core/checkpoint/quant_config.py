@@ -11,7 +11,7 @@ from trencadis.core.checkpoint.inc_config import GivenScale
 from trencadis.core.checkpoint.json_fields import JsonFields, format_value
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import Json
-from trencadis.core.quant.quantisation_scheme import Scheme
+from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
 
 WORKS = "compressed-tensors, fp8, AWQ (GEMM), GPTQ (4 and 8 bits), MXFP4 experts and 16-bit safetensors work"
 ONLINE = ("fp8", "int8", "int4")

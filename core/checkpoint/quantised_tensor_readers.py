@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from trencadis.core.errors import StartupError
-from trencadis.core.quant.quantisation_scheme import FP4_HALVES, Scheme, groups_of
 from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.quantised_weight_layout_and_bytes import FP4_HALVES, Scheme, groups_of
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from trencadis.core.buckets import Bucket
-from trencadis.core.device.communicators import Comm as Comm
-from trencadis.core.device.communicators import Pipe as Pipe
+from trencadis.core.device.communicators_and_rank_agreement import Comm as Comm
+from trencadis.core.device.communicators_and_rank_agreement import Pipe as Pipe
 from trencadis.core.device.launch_tensors import AdapterWeights as AdapterWeights
 from trencadis.core.device.launch_tensors import Attn as Attn
 from trencadis.core.device.launch_tensors import ExpertBiases as ExpertBiases

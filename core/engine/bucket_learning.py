@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.engine.bucket_search_process import (
     Answer,
@@ -29,7 +29,7 @@ from trencadis.core.engine.bucket_search_process import (
     solve_in_child,
 )
 from trencadis.core.errors import StartupError
-from trencadis.core.graph_plan_report import (
+from trencadis.core.graph_and_bucket_learning_report import (
     FAILURE,
     PROPOSED,
     PUBLISHED,

@@ -15,11 +15,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device_shape_policy import Policy
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
-from trencadis.core.process.child_process import environment
+from trencadis.core.process.child_process_environment_and_exit import environment
 from trencadis.core.shapes.launch_costs import Costs
 from trencadis.core.shapes.measured_launch_times import (
     BucketTimes,

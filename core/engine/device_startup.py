@@ -16,19 +16,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.cross_attention_inputs import planned_units
 from trencadis.core.device.backend import Backend
-from trencadis.core.device.communicators import RankAgreement
+from trencadis.core.device.communicators_and_rank_agreement import RankAgreement
 from trencadis.core.engine.kv_offload_setup import OffloadLaunches, planned_copies, with_host_blocks
 from trencadis.core.engine.pipeline_startup_plan import planned_stage
 from trencadis.core.engine.startup_plan import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError, format_error, is_out_of_memory
-from trencadis.core.graphs.graph_capture import CaptureJournal, GraphCaptures
+from trencadis.core.graphs.graph_capture_within_memory_budget import CaptureJournal, GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.graphs.live_plan_change import PlanChange, PlanChanges
@@ -36,8 +36,7 @@ from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.host_memory import gib
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.launches.draft_loading import DraftingModel, HeldDraft, load_drafter
-from trencadis.core.launches.model_runner import ModelRunner
-from trencadis.core.launches.persistent_tensors import (
+from trencadis.core.launches.kv_cache_and_state_allocation import (
     hidden_rows,
     image_arena,
     kv_cache,
@@ -45,9 +44,10 @@ from trencadis.core.launches.persistent_tensors import (
     sampler_state,
     stream_rows,
 )
+from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.pipeline_transfer import LAST
 from trencadis.core.lora.adapter_store import open_store
-from trencadis.core.memory import graph_measurements
+from trencadis.core.memory import graph_measurement_cache
 from trencadis.core.memory.cache_plan import CachePlan, requested_kv_bytes
 from trencadis.core.memory.draft_memory_estimate import with_draft_keys
 from trencadis.core.memory.graph_selection import GraphPrice, prices_by
@@ -55,7 +55,7 @@ from trencadis.core.memory.launch_memory import costliest_buckets
 from trencadis.core.memory.memory_division import MemoryInUse, MemorySplit, check_capacity, divide_memory
 from trencadis.core.memory.weight_bytes import slot_sizes
 from trencadis.core.models import model_loader
-from trencadis.core.models.interface import HostLayering, Model, Persistent
+from trencadis.core.models.model_and_ops_api import HostLayering, Model, Persistent
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.spec.draft_checkpoint import Drafter, sizes_of
@@ -128,7 +128,7 @@ class DeviceStart:
     model_config: ModelConfig
     backend: Backend
     progress: Progress
-    key: graph_measurements.MeasurementKey
+    key: graph_measurement_cache.MeasurementKey
     paper: StartupPlan
     drafter: Drafter | None = None
 
@@ -236,7 +236,7 @@ class DeviceStart:
         """The version of what decides the seconds of launches."""
         c, chosen = self.config, (type(self.backend).__module__, self.backend.policy.graphless)
         kinds = c.quantization, c.kv_cache_dtype, c.attention_backend, c.enforce_eager
-        return graph_measurements.digest_code(*chosen, *kinds)
+        return graph_measurement_cache.digest_code(*chosen, *kinds)
 
     @property
     def _eager(self) -> bool:
@@ -320,7 +320,10 @@ class DeviceStart:
         self, fixed: FixedMemory, in_use: MemoryInUse, limits: ShapeLimits, memory_split: MemorySplit
     ) -> GraphCaptures:
         block = self.paper.estimator.block_bytes(limits.block_size)
-        known = graph_measurements.load(self.key, graph_measurements.folder()) or graph_measurements.Measurements()
+        known = (
+            graph_measurement_cache.load(self.key, graph_measurement_cache.folder())
+            or graph_measurement_cache.Measurements()
+        )
         return GraphCaptures(
             fixed.runner.graphs,
             in_use,
@@ -372,15 +375,15 @@ class DeviceStart:
         settled, most = captures.ledger.memory_in_use.activations, max(profiled.values(), default=0)
         held = {b: settled if full and count == most else count for b, count in profiled.items()}
         seconds, launches = dict(captures.graphs.took), dict(captures.launches)
-        new = graph_measurements.Measurements(dict(captures.measured), seconds, held, launches, self._code)
-        graph_measurements.add_measurements(self.key, new, graph_measurements.folder(), complete=full)
+        new = graph_measurement_cache.Measurements(dict(captures.measured), seconds, held, launches, self._code)
+        graph_measurement_cache.add_measurements(self.key, new, graph_measurement_cache.folder(), complete=full)
 
 
 def _key(
     config: EngineConfig, model_config: ModelConfig, backend: Backend, drafter: Drafter | None
-) -> graph_measurements.MeasurementKey:
-    return graph_measurements.MeasurementKey(
-        graph_measurements.fingerprint(model_config, None if drafter is None else sizes_of(drafter)),
+) -> graph_measurement_cache.MeasurementKey:
+    return graph_measurement_cache.MeasurementKey(
+        graph_measurement_cache.fingerprint(model_config, None if drafter is None else sizes_of(drafter)),
         backend.label,
         f"{8 * backend.dtype.itemsize} bit",
         backend.comm.world,
@@ -393,7 +396,7 @@ def _paper(
     model_config: ModelConfig,
     backend: Backend,
     images: ImageNeeds,
-    key: graph_measurements.MeasurementKey,
+    key: graph_measurement_cache.MeasurementKey,
     drafter: Drafter | None,
 ) -> StartupPlan:
     """Runs the dry run with the memory of the fullest rank of this stage.
@@ -404,7 +407,7 @@ def _paper(
     total, free = agreement.least(memory.total(), memory.free())
     device = PlannedDevice(backend.name, total, total - free, comm.world, backend.dtype.itemsize)
     asked = bucket_env.read_bucket_options(os.environ)
-    known = graph_measurements.load(key, graph_measurements.folder())
+    known = graph_measurement_cache.load(key, graph_measurement_cache.folder())
     start = DryRun(config, model_config, backend.policy, asked, images, device, known, draft=drafter)
     paper = planned_stage(start)
     (length,) = agreement.over_stages(paper.limits.max_model_len)

@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trencadis.core.engine.bucket_learning import BucketLearning
-from trencadis.core.engine.request_trace import RequestTrace
+from trencadis.core.engine.workload_trace_writer import RequestTrace
 from trencadis.core.engine_stats import BucketUse, EngineInfo, EngineStats
 from trencadis.core.executor.executor_interface import Executor
-from trencadis.core.graph_plan_report import GraphPlan
+from trencadis.core.graph_and_bucket_learning_report import GraphPlan
 from trencadis.core.request import Delta, Request
-from trencadis.core.scheduling.image_packer import ImagePacker
+from trencadis.core.scheduling.encoder_scheduler import ImagePacker
 from trencadis.core.scheduling.request_lifecycle import Lifecycle
 from trencadis.core.scheduling.scheduler import Scheduler
-from trencadis.core.scheduling.step_builder import AdapterLoads, EvictionCounts, log_launches
-from trencadis.core.scheduling.step_builder import log as decisions
+from trencadis.core.scheduling.step_builder_and_adapter_slots import AdapterLoads, EvictionCounts, log_launches
+from trencadis.core.scheduling.step_builder_and_adapter_slots import log as decisions
 from trencadis.core.shapes.step_times_and_chunk_budget import chunk_sizes
 from trencadis.core.startup_progress_and_warmup_pacing import WarmupPacing
 from trencadis.core.step import PixelNeed, Step, UInt8

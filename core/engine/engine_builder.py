@@ -17,14 +17,14 @@ from pathlib import Path
 
 import torch
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, reserved_rows
 from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.device import backend as seam
 from trencadis.core.device.backend import Backend, BackendConfig
-from trencadis.core.device.communicators import RankAgreement
+from trencadis.core.device.communicators_and_rank_agreement import RankAgreement
 from trencadis.core.device.packed_weights_file import packed_file
 from trencadis.core.device_shape_policy import Policy
 from trencadis.core.devices import choose
@@ -32,15 +32,15 @@ from trencadis.core.engine.bucket_learning import OFF, BucketLearning, LearningS
 from trencadis.core.engine.device_startup import DeviceStart
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.kv_offload_setup import open_block_pool, open_state_pool, with_host_blocks
-from trencadis.core.engine.request_trace import RequestTrace
 from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes
 from trencadis.core.engine.startup_plan import shape_limits
+from trencadis.core.engine.workload_trace_writer import RequestTrace
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.engine_stats import EngineInfo
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.executor_interface import Executor
 from trencadis.core.executor.multi_node_launcher import NodesLauncher, open_listener
-from trencadis.core.executor.rank_info import RankInfo, check_size, requested_threads, threads_of
+from trencadis.core.executor.rank_info_and_fingerprint import RankInfo, check_size, requested_threads, threads_of
 from trencadis.core.executor.rank_launcher import Launcher, LocalLauncher
 from trencadis.core.executor.rendezvous import serve_store
 from trencadis.core.executor.uniproc_executor import UniprocExecutor
@@ -49,11 +49,11 @@ from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.host_memory import free_host, gib
 from trencadis.core.kv.block_pool import EvictionLog
 from trencadis.core.launches.draft_loading import HeldDraft, load_drafter
+from trencadis.core.launches.kv_cache_and_state_allocation import allocate_persistent
 from trencadis.core.launches.model_runner import ModelRunner
-from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.links.rank_placement import RAY, Topology, topology
 from trencadis.core.lora.adapter_store import open_store
-from trencadis.core.memory import graph_measurements, host_memory_offload
+from trencadis.core.memory import graph_measurement_cache, host_memory_offload
 from trencadis.core.memory.cache_plan import CacheOptions, CachePlan, plan_cpu
 from trencadis.core.memory.memory_estimator import SPARE_SLOTS, MemoryEstimator, arena_width, row_blocks
 from trencadis.core.memory.weight_bytes import adapter_bytes, host_adapters, slot_sizes
@@ -63,7 +63,7 @@ from trencadis.core.models.decoder_layer import choose_timed_part
 from trencadis.core.process import torch_detection
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler, ModelDrafts
 from trencadis.core.scheduling.encoder_cache import EncoderCache
-from trencadis.core.scheduling.image_packer import ImagePacker
+from trencadis.core.scheduling.encoder_scheduler import ImagePacker
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.shapes.bucket_options import read_bucket_options
@@ -350,7 +350,9 @@ def trial_folder(config: EngineConfig) -> Path | None:
     """Returns the folder of measured kernels: that of packed weights, or of other measurements; None: none are used."""
     if not config.kernel_trial or config.batch_invariant:
         return None
-    return Path(config.packed_weights_dir).expanduser() if config.packed_weights_dir else graph_measurements.folder()
+    return (
+        Path(config.packed_weights_dir).expanduser() if config.packed_weights_dir else graph_measurement_cache.folder()
+    )
 
 
 def _host(

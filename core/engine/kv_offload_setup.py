@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 import torch
 
 from trencadis.core.device.backend import Backend, LayerKV
-from trencadis.core.device.communicators import RankAgreement
+from trencadis.core.device.communicators_and_rank_agreement import RankAgreement
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import free_host
@@ -29,7 +29,7 @@ from trencadis.core.launches.host_block_copies import (
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.memory import host_memory_offload
 from trencadis.core.memory.cache_plan import CachePlan
-from trencadis.core.models.interface import Persistent
+from trencadis.core.models.model_and_ops_api import Persistent
 
 
 class OffloadLaunches(NamedTuple):

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage, is_drafting, target_bucket
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
@@ -21,7 +21,7 @@ from trencadis.core.checkpoint.quant_config import ONLINE, online
 from trencadis.core.device_shape_policy import PlannedLayer, PlannedModel, Policy
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.rank_info import can_share
+from trencadis.core.executor.rank_info_and_fingerprint import can_share
 from trencadis.core.kv_cache_format import kv_notes
 from trencadis.core.memory.host_memory_offload import check_offload
 from trencadis.core.memory.memory_estimator import MemoryEstimator

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.device_shape_policy import Policy, capturable
 from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes, list_remedies, mode_notes
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.graph_plan_report import LedgerRow
+from trencadis.core.graph_and_bucket_learning_report import LedgerRow
 from trencadis.core.host_memory import gib
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.launches.launch_splitter import plan_wide_variants
@@ -35,7 +35,7 @@ from trencadis.core.memory.cache_plan import (
     plan_states,
     requested_kv_bytes,
 )
-from trencadis.core.memory.graph_measurements import Measurements
+from trencadis.core.memory.graph_measurement_cache import Measurements
 from trencadis.core.memory.graph_selection import GraphPrice, GraphSelection
 from trencadis.core.memory.launch_memory import attending, costliest_buckets
 from trencadis.core.memory.memory_division import (

@@ -36,7 +36,7 @@ class Rank(Protocol):
         ...
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Takes a packed ``core.token_masks.grammar_vocabulary.Vocabulary`` and returns; a thread decodes it."""
+        """Takes a packed ``grammar_tokenizer_and_vocabulary.Vocabulary`` and returns; a thread decodes it."""
         ...
 
     def prepare(self, grammar: str) -> Future[str]:
@@ -87,7 +87,7 @@ class Executor(Protocol):
         ...
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Sends a packed ``core.token_masks.grammar_vocabulary.Vocabulary`` to every rank; must precede the first
+        """Sends a packed ``grammar_tokenizer_and_vocabulary.Vocabulary`` to every rank; must precede the first
         grammar.
         """
         ...

@@ -18,14 +18,14 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
 from trencadis.core.executor.multi_node_launcher import listen_address, shared_key, tls_files
-from trencadis.core.executor.rank_info import requested_threads, threads_of
+from trencadis.core.executor.rank_info_and_fingerprint import requested_threads, threads_of
 from trencadis.core.executor.rank_launcher import PATIENCE, spawn_rank
 from trencadis.core.links.authenticated_link import KeyedLink
-from trencadis.core.links.byte_stream import ByteStream, PlainStream, TlsStream
 from trencadis.core.links.group_key import GroupKey
 from trencadis.core.links.handshake import LIMIT, HandshakeFailed, handshake_as_rank
 from trencadis.core.links.message_link import LinkClosed, PlainLink
 from trencadis.core.links.rank_placement import Topology
+from trencadis.core.links.tcp_and_tls_stream import ByteStream, PlainStream, TlsStream
 
 log = logging.getLogger("trencadis.engine")
 

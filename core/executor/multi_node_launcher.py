@@ -16,7 +16,7 @@ from typing import cast
 from trencadis.core import envs
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.rank_info import RankInfo
+from trencadis.core.executor.rank_info_and_fingerprint import RankInfo
 from trencadis.core.executor.rank_launcher import RemoteRankState, start_local_rank
 from trencadis.core.links.group_key import SIZE, GroupKey, TlsFiles
 from trencadis.core.links.message_link import Link

@@ -24,7 +24,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
 from trencadis.core.executor.executor_interface import Rank, RankHandle, SerialThread
-from trencadis.core.executor.rank_info import RankInfo, compute_rank_fingerprint, describe_differences
+from trencadis.core.executor.rank_info_and_fingerprint import RankInfo, compute_rank_fingerprint, describe_differences
 from trencadis.core.executor.rank_launcher import PATIENCE, Launcher, LocalLauncher, RemoteRankState, name_ranks
 from trencadis.core.executor.rendezvous import leave_group
 from trencadis.core.executor.uniproc_executor import SubmittedWork
@@ -249,7 +249,7 @@ class MultiprocExecutor:
         return SubmittedWork(self._call(self._launches, lambda: self._rank.change_plan(version, buckets)))
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Sends a packed ``core.token_masks.grammar_vocabulary.Vocabulary`` to every rank; must precede the first
+        """Sends a packed ``grammar_tokenizer_and_vocabulary.Vocabulary`` to every rank; must precede the first
         grammar.
         """
         self._broadcast(rank_messages.SetVocabulary(bytes(data)))

@@ -18,9 +18,9 @@ from threading import Event
 from typing import Protocol
 
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.executor.rank_info import RankFingerprint, RankInfo, threads_of
+from trencadis.core.executor.rank_info_and_fingerprint import RankFingerprint, RankInfo, threads_of
 from trencadis.core.links.message_link import Link, PlainLink
-from trencadis.core.process.child_process import CLEANUPS, RANK_FOLDER, environment
+from trencadis.core.process.child_process_environment_and_exit import CLEANUPS, RANK_FOLDER, environment
 
 LEFT_SECONDS = 3600.0
 """Age from which a folder of a process that is gone is removed by the next start."""

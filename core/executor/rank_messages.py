@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from trencadis.core.buckets import Bucket
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.executor.rank_info import RankFingerprint, RankInfo
+from trencadis.core.executor.rank_info_and_fingerprint import RankFingerprint, RankInfo
 from trencadis.core.links.group_key import TlsFiles
 from trencadis.core.request import AdapterRef
 from trencadis.core.step import Float64, Step
@@ -79,7 +79,7 @@ class ChangePlan(msgspec.Struct, tag=True):
 
 
 class SetVocabulary(msgspec.Struct, tag=True):
-    """Down: a packed ``core.token_masks.grammar_vocabulary.Vocabulary``, sent before the first Step that needs it."""
+    """Down: a packed ``grammar_tokenizer_and_vocabulary.Vocabulary``, sent before the first Step that needs it."""
 
     data: bytes
 

@@ -26,10 +26,10 @@ from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
 from trencadis.core.executor.executor_interface import Rank, RankHandle, SerialThread
 from trencadis.core.executor.headless_ranks import connect_to_engine
-from trencadis.core.executor.rank_info import RankInfo, compute_rank_fingerprint, folder_of
+from trencadis.core.executor.rank_info_and_fingerprint import RankInfo, compute_rank_fingerprint, folder_of
 from trencadis.core.links.authenticated_link import HeartbeatThread
 from trencadis.core.links.message_link import Link, LinkClosed, PlainLink
-from trencadis.core.process import child_process, function_trace, log_setup, torch_detection
+from trencadis.core.process import child_process_environment_and_exit, function_trace, log_setup, torch_detection
 from trencadis.core.process.heap_trimmer import HeapTrimmer
 from trencadis.core.startup_progress_and_warmup_pacing import Progress, SilentProgress
 from trencadis.core.step import Step
@@ -114,7 +114,7 @@ class RankProcess:
         folder = folder_of(self.rendezvous)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-        child_process.exit_now(code)
+        child_process_environment_and_exit.exit_now(code)
 
     def send(self, message: rank_messages.Up) -> None:
         """Sends one message to the engine; may be called from several threads."""
@@ -275,4 +275,4 @@ def _exit_with_parent(parent: PlainLink) -> NoReturn:
 
 
 if __name__ == "__main__":
-    child_process.run(main)
+    child_process_environment_and_exit.run(main)

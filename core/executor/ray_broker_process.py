@@ -16,9 +16,9 @@ import msgspec
 
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.ray_engine_placement import EnginePlacement, MultiNodePlacement
+from trencadis.core.executor.ray_engine_actors import EnginePlacement, MultiNodePlacement
 from trencadis.core.links.message_link import LinkClosed, PlainLink
-from trencadis.core.process.child_process import run
+from trencadis.core.process.child_process_environment_and_exit import run
 
 WRONG_CLUSTER = "WrongClusterID"
 """Part of Ray's error message after the head node was restarted without its state."""

@@ -21,15 +21,15 @@ from typing import Protocol
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages, ray_broker_process
-from trencadis.core.executor.engine_launcher import RAY_TOKEN, EngineHandle, EngineProcessHandle
+from trencadis.core.executor.engine_process_launcher import RAY_TOKEN, EngineHandle, EngineProcessHandle
 from trencadis.core.executor.multi_node_launcher import tls_files
-from trencadis.core.executor.rank_info import compute_rank_fingerprint
+from trencadis.core.executor.rank_info_and_fingerprint import compute_rank_fingerprint
 from trencadis.core.links.authenticated_link import Relay
 from trencadis.core.links.group_key import GroupKey
 from trencadis.core.links.message_link import LinkClosed, PlainLink, shut_socket
 from trencadis.core.links.rank_listener import AuthListener
 from trencadis.core.process import engine_messages
-from trencadis.core.process.child_process import environment
+from trencadis.core.process.child_process_environment_and_exit import environment
 
 log = logging.getLogger("trencadis.server")
 

@@ -17,12 +17,12 @@ from trencadis.core.cpu_affinity import computing_cpus
 from trencadis.core.devices import CARD_VARIABLES, RESOURCES, likely
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor import rank_messages, ray_cluster
+from trencadis.core.executor import rank_messages, ray_access_and_node_placement
 from trencadis.core.executor.headless_ranks import HeadlessRanks
 from trencadis.core.executor.multi_node_launcher import RemoteRank, tls_files
-from trencadis.core.executor.rank_info import RankInfo
+from trencadis.core.executor.rank_info_and_fingerprint import RankInfo
 from trencadis.core.executor.rank_launcher import RemoteRankState
-from trencadis.core.executor.ray_cluster import ClusterNode
+from trencadis.core.executor.ray_access_and_node_placement import ClusterNode
 from trencadis.core.links.group_key import GroupKey
 from trencadis.core.links.message_link import Link
 from trencadis.core.links.rank_listener import AuthListener
@@ -61,13 +61,13 @@ class RayLauncher:
         self._config, self._world = config, topology.world
         self._resource = RESOURCES.get(device, device.upper())
         self._masked = device != "cpu"
-        self._ray = ray_cluster.connect(environ)
+        self._ray = ray_access_and_node_placement.connect(environ)
         size = config.tensor_parallel_size
-        found = ray_cluster.await_free_nodes(self._ray, self._resource, topology.world)
-        self.nodes = ray_cluster.assign_nodes(
+        found = ray_access_and_node_placement.await_free_nodes(self._ray, self._resource, topology.world)
+        self.nodes = ray_access_and_node_placement.assign_nodes(
             found, topology.world // size, size, self._resource, config.allow_tp_over_nodes
         )
-        self._group = ray_cluster.create_rank_group(self._ray, self.nodes, self._resource)
+        self._group = ray_access_and_node_placement.create_rank_group(self._ray, self.nodes, self._resource)
         self._key = GroupKey.generate()
         self.rendezvous = ""
         self.actors: dict[int, Any] = {}
@@ -76,7 +76,7 @@ class RayLauncher:
             self._listener = AuthListener((self.nodes[0].address, 0), self._key, range(1, topology.world), context)
             self._reserve_own_card()
         except BaseException:
-            ray_cluster.remove_group(self._group)
+            ray_access_and_node_placement.remove_group(self._group)
             raise
         self.location_note = f"{self._listener.address[0]}:{self._listener.address[1]}"
 
@@ -97,7 +97,9 @@ class RayLauncher:
             os.environ.update(shown)
 
     def _actor(self, number: int) -> Any:
-        made = ray_cluster.create_actor_in_bundle(self._ray, RankActor, self._group, number, self._resource, 1)
+        made = ray_access_and_node_placement.create_actor_in_bundle(
+            self._ray, RankActor, self._group, number, self._resource, 1
+        )
         self.actors[number] = made
         return made
 
@@ -135,7 +137,7 @@ class RayLauncher:
         while self.actors:  # called by a failing thread and by close() at the same time
             with suppress(Exception):
                 self._ray.kill(self.actors.popitem()[1])
-        ray_cluster.remove_group(self._group)
+        ray_access_and_node_placement.remove_group(self._group)
 
 
 class RayRankHandle(RemoteRank):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.executor.rank_info import TCP
+from trencadis.core.executor.rank_info_and_fingerprint import TCP
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

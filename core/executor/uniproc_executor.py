@@ -96,7 +96,7 @@ class UniprocExecutor:
         return SubmittedWork(self._thread.submit(self._rank.change_plan, version, buckets))
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Passes a packed ``core.token_masks.grammar_vocabulary.Vocabulary`` to the rank; must precede the first
+        """Passes a packed ``grammar_tokenizer_and_vocabulary.Vocabulary`` to the rank; must precede the first
         grammar.
         """
         self._rank.set_vocabulary(data)

@@ -14,11 +14,11 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import DRAFT, Bucket, Stage, is_drafting, padded_tokens
 from trencadis.core.device.backend import Backend, Body, Inputs, Program, ProgramState
 from trencadis.core.errors import format_error, is_out_of_memory
-from trencadis.core.graph_plan_report import SKIP, UNPLANNED
+from trencadis.core.graph_and_bucket_learning_report import SKIP, UNPLANNED
 from trencadis.core.shapes.measured_launch_times import LaunchTime
 from trencadis.core.step_output import StepStats
 
@@ -243,7 +243,7 @@ class GraphManager:
 
     @property
     def unready(self) -> str:
-        """The reason why a launch may need a planned bucket that is not compiled (``core/graph_plan_report.py``)."""
+        """Why a launch may need a bucket that is not compiled (``core/graph_and_bucket_learning_report.py``)."""
         return self._unready
 
     def now_unready_for(self, why: str) -> None:

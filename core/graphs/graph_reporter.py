@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from trencadis.core.buckets import Bucket
 from trencadis.core.engine_stats import GraphCounters
-from trencadis.core.graph_plan_report import WARMING, BucketState, GraphPlan, PoolBytes
-from trencadis.core.graphs.graph_capture import GraphCaptures
+from trencadis.core.graph_and_bucket_learning_report import WARMING, BucketState, GraphPlan, PoolBytes
+from trencadis.core.graphs.graph_capture_within_memory_budget import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.graphs.warmup import WARM, Warmup
 from trencadis.core.memory.memory_division import POOLS, pool_of

@@ -12,10 +12,10 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, padded_tokens
 from trencadis.core.errors import format_error
-from trencadis.core.graphs.graph_capture import GraphCaptures
+from trencadis.core.graphs.graph_capture_within_memory_budget import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.memory import graph_selection as budget
 from trencadis.core.memory.graph_selection import GraphPrice

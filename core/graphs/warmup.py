@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from trencadis.core.buckets import Bucket
 from trencadis.core.device.backend import ProgramState
 from trencadis.core.errors import StartupError, format_error
-from trencadis.core.graph_plan_report import FAILED, WARMING
-from trencadis.core.graphs.graph_capture import GraphCaptures
+from trencadis.core.graph_and_bucket_learning_report import FAILED, WARMING
+from trencadis.core.graphs.graph_capture_within_memory_budget import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.memory.memory_division import DECODE, pool_of
 from trencadis.core.startup_progress_and_warmup_pacing import Warming

@@ -12,13 +12,13 @@ from trencadis.core.checkpoint.weight_file_reader import open_weights
 from trencadis.core.device.backend import Backend, BackendConfig, Body
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.launches.persistent_tensors import kv_cache, sampler_state
+from trencadis.core.launches.kv_cache_and_state_allocation import kv_cache, sampler_state
 from trencadis.core.media_spans import RESERVED_ROWS
 from trencadis.core.memory.memory_estimator import row_blocks
 from trencadis.core.models import model_loader
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.eagle3 import FROM_TARGET, Eagle3Head, HeadState, StateProjection
-from trencadis.core.models.interface import Model, Persistent
+from trencadis.core.models.model_and_ops_api import Model, Persistent
 from trencadis.core.spec.draft_checkpoint import Drafter, EagleConfig, sizes_of
 
 DraftingModel = Decoder | Eagle3Head

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import LORA, Bucket, drafting_bucket
 from trencadis.core.device.backend import HeadTensorsOut, Inputs, Pending
 from trencadis.core.graphs.graph_manager import GraphManager

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.device.backend import Backend
-from trencadis.core.models.interface import Persistent
+from trencadis.core.models.model_and_ops_api import Persistent
 from trencadis.core.step import Encode, Int32
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trencadis.core.device.backend import LayerKV
 from trencadis.core.kv_cache_format import SINK_BLOCK
-from trencadis.core.models.interface import RecurrentState
+from trencadis.core.models.model_and_ops_api import RecurrentState
 from trencadis.core.step import BlockMove
 
 

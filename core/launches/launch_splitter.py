@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import LORA, POOL_ROWS, Bucket, Stage, ahead_variant, verify_variant, wide_variant
 from trencadis.core.cross_attention_inputs import count_units, variant_of
 from trencadis.core.device_shape_policy import Policy

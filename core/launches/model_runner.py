@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import DRAFT, WIDE_ROWS, Bucket, Stage, ahead_variant
 from trencadis.core.device.backend import Backend, Inputs, Pending, Pipe, VisionTensors
-from trencadis.core.device.communicators import RankAgreement
+from trencadis.core.device.communicators_and_rank_agreement import RankAgreement
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.live_plan_change import PlanChanges
 from trencadis.core.graphs.warmup import Warmup
@@ -21,6 +21,7 @@ from trencadis.core.launches import host_inputs as host
 from trencadis.core.launches.draft_loading import DraftingModel, list_bodies
 from trencadis.core.launches.draft_runner import DraftRunner, EagleRunner
 from trencadis.core.launches.encoder_data_parallel import GatheredRows, assign_images
+from trencadis.core.launches.greedy_and_masked_sample_launches import launch_masked, launch_split
 from trencadis.core.launches.host_block_copies import BlockCopies
 from trencadis.core.launches.launch_splitter import (
     HEAD_ROWS,
@@ -40,10 +41,9 @@ from trencadis.core.launches.launch_splitter import (
 from trencadis.core.launches.pending_step import PendingScores, PendingStep, PooledSlice
 from trencadis.core.launches.pipeline_transfer import PipelineTransfer, runs_on_stage
 from trencadis.core.launches.rank_input_batch import HeadNeeds, RankInputBatch
-from trencadis.core.launches.split_sample_launches import launch_masked, launch_split
 from trencadis.core.lora.adapter_store import AdapterStore
 from trencadis.core.models.eagle3 import Eagle3Head
-from trencadis.core.models.interface import Model, Persistent
+from trencadis.core.models.model_and_ops_api import Model, Persistent
 from trencadis.core.request import AdapterRef
 from trencadis.core.shapes.shape_need_recorder import NeedRecorder
 from trencadis.core.startup_progress_and_warmup_pacing import Warming
@@ -196,7 +196,7 @@ class ModelRunner:
         return drafter.propose(rows)
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        """Takes a packed ``core.token_masks.grammar_vocabulary.Vocabulary`` and returns at once.
+        """Takes a packed ``grammar_tokenizer_and_vocabulary.Vocabulary`` and returns at once.
 
         On the last stage, a thread decodes it; other stages ignore it.
         """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from trencadis.core.launches.split_sample_launches import join_scores
+from trencadis.core.launches.greedy_and_masked_sample_launches import join_scores
 from trencadis.core.step_output import (
     HeadOutput,
     Pooled,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import StageShare
 from trencadis.core.launch_inputs import StepInputs
@@ -26,7 +26,7 @@ from trencadis.core.step_output import StepOutput
 
 if TYPE_CHECKING:
     from trencadis.core.device.backend import Pipe
-    from trencadis.core.models.interface import Persistent
+    from trencadis.core.models.model_and_ops_api import Persistent
 
 
 LAST = (Stage.SAMPLE, Stage.RESET, Stage.POOL)

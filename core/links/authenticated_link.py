@@ -17,8 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from trencadis.core.links.byte_stream import ByteStream
 from trencadis.core.links.message_link import BEAT, LinkClosed, Pieces, SendQueue, shut_socket
+from trencadis.core.links.tcp_and_tls_stream import ByteStream
 
 HEADER = struct.Struct("<IB3xQ")
 TAG = 16

@@ -14,8 +14,8 @@ import struct
 import time
 
 from trencadis.core.links.authenticated_link import MOST, KeyedLink, tagger
-from trencadis.core.links.byte_stream import ByteStream
 from trencadis.core.links.group_key import GroupKey
+from trencadis.core.links.tcp_and_tls_stream import ByteStream
 
 MARK = b"TRNCDS\x00\x01"
 NONCE = 32

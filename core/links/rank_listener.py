@@ -13,10 +13,10 @@ from contextlib import suppress
 
 from trencadis.core.errors import StartupError
 from trencadis.core.links.authenticated_link import KeyedLink
-from trencadis.core.links.byte_stream import ByteStream, PlainStream, TlsStream
 from trencadis.core.links.group_key import GroupKey
 from trencadis.core.links.handshake import LIMIT, HandshakeFailed, handshake_as_engine
 from trencadis.core.links.message_link import LinkClosed, shut_socket
+from trencadis.core.links.tcp_and_tls_stream import ByteStream, PlainStream, TlsStream
 
 log = logging.getLogger("trencadis.engine")
 WAITING = 32

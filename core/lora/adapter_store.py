@@ -22,9 +22,9 @@ from trencadis.core.errors import StartupError
 from trencadis.core.lora.adapter_files import WEIGHTS, Adapter, AdapterTensor, check_tower, read_adapter, read_matrix
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.decoder_layer import DecoderLayer
-from trencadis.core.models.interface import Model
 from trencadis.core.models.linear_and_embedding import ColumnParallelLinear, Linear, RowParallelLinear, Share, pad_rows
 from trencadis.core.models.mlp_and_norms import GatedMLP, PlainMLP
+from trencadis.core.models.model_and_ops_api import Model
 from trencadis.core.request import AdapterRef
 from trencadis.core.step import AdapterUpload
 

@@ -13,7 +13,7 @@ from trencadis.core.checkpoint.model_registry import family_of
 from trencadis.core.device_shape_policy import Policy
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.graph_plan_report import LedgerRow
+from trencadis.core.graph_and_bucket_learning_report import LedgerRow
 from trencadis.core.host_memory import gib
 from trencadis.core.memory.memory_estimator import MemoryEstimator
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage, align_up, drafts_ahead, padded_tokens
 from trencadis.core.checkpoint.decoder_layer_config import CHUNK
 from trencadis.core.checkpoint.model_config import ModelConfig

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from trencadis.core.buckets import Stage
 from trencadis.core.errors import StartupError
-from trencadis.core.graph_plan_report import LedgerRow
+from trencadis.core.graph_and_bucket_learning_report import LedgerRow
 from trencadis.core.host_memory import gib
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 

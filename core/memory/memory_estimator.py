@@ -2,7 +2,7 @@
 
 ``ranks`` devices share the model: query heads, MLP columns and the vocabulary are divided; KV heads are divided too, or
 replicated if there are fewer of them than ranks. A formula counts what is held at the same time; measurements replace
-it (core/memory/graph_measurements.py).
+it (core/memory/graph_measurement_cache.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import LORA, Bucket, Stage, align_up, drafts_ahead, padded_tokens, verified_width, wide_ids
 from trencadis.core.checkpoint.family import DeviceShare
 from trencadis.core.checkpoint.model_config import OUT, SANDWICH, ModelConfig, TextConfig

@@ -12,7 +12,7 @@ from trencadis.core.checkpoint.model_registry import adapted_tower
 from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.quant.quantisation_scheme import (
+from trencadis.core.quant.quantised_weight_layout_and_bytes import (
     FLOATS8,
     PANELS,
     ROWS8,

@@ -38,7 +38,6 @@ from trencadis.core.launch_inputs import VisionInputs
 from trencadis.core.models.attention import Attention
 from trencadis.core.models.decoder_layer import DecoderLayer as DecoderLayer
 from trencadis.core.models.decoder_layer import LayerInputEmbedding, SinglePartLayer
-from trencadis.core.models.interface import GroupingOps, HostLayering, Persistent, RecurrentOps, StatefulLayer
 from trencadis.core.models.linear_and_embedding import (
     NO_ADAPTERS,
     Embedding,
@@ -49,6 +48,7 @@ from trencadis.core.models.linear_and_embedding import (
     TowerLayer,
 )
 from trencadis.core.models.mlp_and_norms import Norm, norm_of
+from trencadis.core.models.model_and_ops_api import GroupingOps, HostLayering, Persistent, RecurrentOps, StatefulLayer
 from trencadis.core.models.pooler import Pooler
 from trencadis.core.models.recurrent_layers import make_recurrent_layer
 from trencadis.core.models.rotary_embedding import TextRotary

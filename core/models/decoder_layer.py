@@ -15,9 +15,9 @@ from trencadis.core.checkpoint.model_config import GATED, OUT, POST, SANDWICH, T
 from trencadis.core.checkpoint.weight_source_interface import WeightSource, take_values
 from trencadis.core.device.backend import AdapterRows, Attn, Backend, Rotary
 from trencadis.core.models.attention import Attention
-from trencadis.core.models.interface import StatefulLayer
 from trencadis.core.models.linear_and_embedding import Linear, scaled
 from trencadis.core.models.mlp_and_norms import MLP, GatedMLP, PlainMLP, RMSNorm, norm_of
+from trencadis.core.models.model_and_ops_api import StatefulLayer
 from trencadis.core.models.moe import ExpertMLP, ExpertsBeside
 
 

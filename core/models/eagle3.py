@@ -32,9 +32,9 @@ from trencadis.core.device.backend import (
 from trencadis.core.device.launch_tensors import first_rows
 from trencadis.core.errors import StartupError
 from trencadis.core.models.attention import Attention
-from trencadis.core.models.interface import Persistent
 from trencadis.core.models.linear_and_embedding import Embedding, Linear, RowParallelLinear
 from trencadis.core.models.mlp_and_norms import GatedMLP, Norm, norm_of
+from trencadis.core.models.model_and_ops_api import Persistent
 from trencadis.core.models.rotary_embedding import TextRotary
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.weight_files import HEAD_STATES, HEAD_TABLE

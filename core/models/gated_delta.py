@@ -19,8 +19,8 @@ from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.checkpoint.weight_source_interface import StackedPart, WeightSource, stack
 from trencadis.core.device.backend import AdapterRows, Attn, Backend
 from trencadis.core.device.launch_tensors import RecurrentRows
-from trencadis.core.models.interface import DeltaNetWeights, FusedDeltaOps, RecurrentOps, RecurrentState
 from trencadis.core.models.linear_and_embedding import ColumnParallelLinear, ColumnPart, RowParallelLinear, check_heads
+from trencadis.core.models.model_and_ops_api import DeltaNetWeights, FusedDeltaOps, RecurrentOps, RecurrentState
 from trencadis.core.quant.quantised_tensor import QTensor, join_weights
 
 

@@ -18,7 +18,6 @@ from trencadis.core.device.backend import Backend, TextTensors
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, first_rows
 from trencadis.core.media_spans import RESERVED_ROWS
 from trencadis.core.models.decoder import Decoder, DecoderEntry, FirstLayerInputs
-from trencadis.core.models.interface import CrossAttentionOps, Persistent
 from trencadis.core.models.linear_and_embedding import (
     ColumnParallelLinear,
     ColumnPart,
@@ -28,6 +27,7 @@ from trencadis.core.models.linear_and_embedding import (
     unit_span,
 )
 from trencadis.core.models.mlp_and_norms import GatedMLP, RMSNorm, norm_of
+from trencadis.core.models.model_and_ops_api import CrossAttentionOps, Persistent
 
 
 class CrossAttention:

@@ -26,12 +26,12 @@ from trencadis.core.device.backend import (
     SamplerState,
     Weight,
 )
-from trencadis.core.device.communicators import SingleRank
+from trencadis.core.device.communicators_and_rank_agreement import SingleRank
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.quantised_tensor import QTensor, fits, join_weights
 
 if TYPE_CHECKING:
-    from trencadis.core.models.interface import BestOps, DrawingOps, MaskingOps, PenalisingOps
+    from trencadis.core.models.model_and_ops_api import BestOps, DrawingOps, MaskingOps, PenalisingOps
 
 
 Matrix = Tensor | QTensor

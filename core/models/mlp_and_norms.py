@@ -13,7 +13,7 @@ from trencadis.core.checkpoint.model_config import LAYER, RMS_ONE
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Comm, Ops
 from trencadis.core.models.linear_and_embedding import ColumnParallelLinear, ColumnPart, RowParallelLinear, TowerLayer
-from trencadis.core.quant.quantisation_scheme import mlp_unit
+from trencadis.core.quant.quantised_weight_layout_and_bytes import mlp_unit
 
 
 class RMSNorm:

@@ -10,7 +10,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.model_registry import family_of, import_object
 from trencadis.core.device.backend import Backend
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.models.interface import Model
+from trencadis.core.models.model_and_ops_api import Model
 
 log = logging.getLogger("trencadis.engine")
 

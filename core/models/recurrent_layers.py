@@ -15,8 +15,8 @@ from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import AdapterRows, Attn, Backend
 from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.models.gated_delta import GatedDeltaNet
-from trencadis.core.models.interface import RecurrentOps, RecurrentState, StatefulLayer
 from trencadis.core.models.linear_and_embedding import ColumnParallelLinear, ColumnPart, RowParallelLinear, check_heads
+from trencadis.core.models.model_and_ops_api import RecurrentOps, RecurrentState, StatefulLayer
 
 
 class ShortConvolution:

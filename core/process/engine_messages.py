@@ -15,9 +15,9 @@ from trencadis.core.engine_stats import BucketUse as BucketUse
 from trencadis.core.engine_stats import EngineInfo as EngineInfo
 from trencadis.core.engine_stats import EngineStats as EngineStats
 from trencadis.core.engine_stats import GraphCounters as GraphCounters
-from trencadis.core.graph_plan_report import BucketState as BucketState
-from trencadis.core.graph_plan_report import GraphPlan as GraphPlan
-from trencadis.core.graph_plan_report import LearningReport as LearningReport
+from trencadis.core.graph_and_bucket_learning_report import BucketState as BucketState
+from trencadis.core.graph_and_bucket_learning_report import GraphPlan as GraphPlan
+from trencadis.core.graph_and_bucket_learning_report import LearningReport as LearningReport
 from trencadis.core.request import Delta, Request
 
 HEADER = struct.Struct("<II")
@@ -48,7 +48,7 @@ class Media(msgspec.Struct, tag=True):
 
 class VocabularyPart(msgspec.Struct, tag=True):
     """Down: bytes [offset, offset + payload) of the ``total`` bytes of a packed
-    ``core.token_masks.grammar_vocabulary.Vocabulary``.
+    ``grammar_tokenizer_and_vocabulary.Vocabulary``.
 
     They are sent once, before the first request whose rule has a grammar.
     """

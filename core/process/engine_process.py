@@ -27,7 +27,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError, is_out_of_memory
 from trencadis.core.links.rank_placement import topology
 from trencadis.core.process import (
-    child_process,
+    child_process_environment_and_exit,
     engine_messages,
     function_trace,
     heap_trimmer,
@@ -273,7 +273,7 @@ class EngineProcess:
 
     def reader_ended(self, code: int) -> None:
         """Ends the process at once, because there is no client left to serve; called by the reader thread."""
-        child_process.exit_now(code)
+        child_process_environment_and_exit.exit_now(code)
 
     def __call__(
         self, name: str, detail: str = "", fraction: float = 0.0, done: int = 0, total: int = 0, eta: float = 0.0
@@ -449,4 +449,4 @@ class EngineProcess:
 
 
 if __name__ == "__main__":
-    child_process.run(lambda sock: EngineProcess(sock).main())
+    child_process_environment_and_exit.run(lambda sock: EngineProcess(sock).main())

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.core.errors import StartupError
-from trencadis.core.quant.quantisation_scheme import Scheme, groups_of
 from trencadis.core.quant.quantised_tensor import SLAB, QTensor
+from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme, groups_of
 
 
 @dataclass(frozen=True)

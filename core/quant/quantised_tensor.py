@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.core.quant.quantisation_scheme import Scheme, groups_of
+from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme, groups_of
 
 SLAB = 1 << 24
 """Number of values that are converted at a time."""

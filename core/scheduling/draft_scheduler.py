@@ -20,7 +20,7 @@ from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.scheduling.persistent_batch import PersistentBatch
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Sequence, SequenceDrafter, SequenceStatus
-from trencadis.core.scheduling.step_builder import InFlightStep, StepBuilder
+from trencadis.core.scheduling.step_builder_and_adapter_slots import InFlightStep, StepBuilder
 from trencadis.core.spec.draft_count import (
     RETRY,
     AcceptanceRates,

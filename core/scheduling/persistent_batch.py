@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import AHEAD, Filled, Sequence, numbers
-from trencadis.core.scheduling.step_builder import InFlightStep, StepBuilder
+from trencadis.core.scheduling.step_builder_and_adapter_slots import InFlightStep, StepBuilder
 from trencadis.core.step import PENDING, BatchChange, Draw, Float32, Int32, Joining
 
 NEVER = 1 << 62

@@ -18,7 +18,7 @@ from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.kv.recurrent_state_pool import StatePool
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import KeptState, Sequence
-from trencadis.core.scheduling.step_builder import StepBuilder, claim, publish
+from trencadis.core.scheduling.step_builder_and_adapter_slots import StepBuilder, claim, publish
 from trencadis.core.step import BlockMove, StateSlots
 
 INTERVAL = 512

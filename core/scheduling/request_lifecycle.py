@@ -9,7 +9,7 @@ import numpy as np
 
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.pooling_description import ALL, MEAN
-from trencadis.core.graph_plan_report import SKIP, UNPLANNED, WARMING
+from trencadis.core.graph_and_bucket_learning_report import SKIP, UNPLANNED, WARMING
 from trencadis.core.kv.block_pool import BlockHashChain
 from trencadis.core.media_spans import rows_at_once
 from trencadis.core.request import Delta, Request
@@ -17,7 +17,12 @@ from trencadis.core.scheduling.beam_search import BeamGroup
 from trencadis.core.scheduling.draft_scheduler import drop_surplus_blocks
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence, SequenceStatus, positions_in, shared_union
-from trencadis.core.scheduling.step_builder import InFlightStep, logprob_of, publish_filled, report_token
+from trencadis.core.scheduling.step_builder_and_adapter_slots import (
+    InFlightStep,
+    logprob_of,
+    publish_filled,
+    report_token,
+)
 from trencadis.core.shapes.step_times_and_chunk_budget import StepWork
 from trencadis.core.step import UInt8
 from trencadis.core.step_output import HeadOutput, Pooled, StepOutput, TargetScores, append_pooled

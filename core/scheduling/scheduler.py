@@ -20,17 +20,16 @@ from trencadis.core.engine_stats import EngineStats
 from trencadis.core.kv.block_pool import BlockHashChain, BlockPool
 from trencadis.core.kv.recurrent_state_pool import StatePool
 from trencadis.core.media_spans import MediaSpan
-from trencadis.core.scheduling import encoder_scheduler, step_builder
+from trencadis.core.scheduling import encoder_scheduler, step_builder_and_adapter_slots
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.encoder_cache import EncoderCache
-from trencadis.core.scheduling.encoder_scheduler import EncoderScheduler, VisionBuilder, count_uncut
+from trencadis.core.scheduling.encoder_scheduler import EncoderScheduler, ImagePacker, VisionBuilder, count_uncut
 from trencadis.core.scheduling.fair_order import TotalOrder, media_order
-from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.persistent_batch import MicroBatches, can_persist
 from trencadis.core.scheduling.recurrent_state_scheduler import StateScheduler
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Filled, MediaStart, Sequence, SequenceStatus, check_holders
-from trencadis.core.scheduling.step_builder import AdapterSlots, InFlightStep, StepBuilder
+from trencadis.core.scheduling.step_builder_and_adapter_slots import AdapterSlots, InFlightStep, StepBuilder
 from trencadis.core.shapes.step_times_and_chunk_budget import StepTimes
 from trencadis.core.step import Draw, Int32, Row, Step
 
@@ -140,7 +139,9 @@ class Scheduler:
             self._advance_all_in_order(builder)
         grown, filled = batch.advance(builder.grown, builder.number)
         if filled:  # those with several pending tokens await some of the block
-            step_builder.publish_filled((f for f in filled if f[0].pending == 1), self.limits, self.pool)
+            step_builder_and_adapter_slots.publish_filled(
+                (f for f in filled if f[0].pending == 1), self.limits, self.pool
+            )
         if not builder.preempted and not any(micro_batches.lacks_blocks):
             self.held_back = 0
             if self.waiting and len(self.running) < self.limits.max_rows:
@@ -219,7 +220,7 @@ class Scheduler:
 
     def _prefix_hits(self, seq: Sequence) -> list[int]:
         """Returns the cached blocks that a sequence would begin with, up to a snapshot of its state if it has one."""
-        hits = step_builder.cached_blocks(seq, self.limits, self.pool)
+        hits = step_builder_and_adapter_slots.cached_blocks(seq, self.limits, self.pool)
         return hits if self.states is None else self.states.shorten(seq, hits)
 
     def _advance(self, seq: Sequence, builder: StepBuilder) -> None:
@@ -335,7 +336,7 @@ class Scheduler:
     def publish(self, seq: Sequence) -> None:
         """Adds the full blocks of ``seq`` to the prefix cache: their KV is submitted and their tokens are known."""
         if self.limits.caching:
-            step_builder.publish(seq, self.pool, self.limits.block_size)
+            step_builder_and_adapter_slots.publish(seq, self.pool, self.limits.block_size)
 
     # Forks
 
@@ -392,7 +393,9 @@ class Scheduler:
             if seq.request.spans and self.encoder.holds_back(seq, start, builder.vision, first):
                 self.held_back, at = self.held_back + 1, at + 1
                 continue
-            need = -(-len(seq.tokens) // size) - (step_builder.count_spared_blocks(seq, hits, self.pool) if hits else 0)
+            need = -(-len(seq.tokens) // size) - (
+                step_builder_and_adapter_slots.count_spared_blocks(seq, hits, self.pool) if hits else 0
+            )
             if need > self.pool.free - builder.reserved:
                 return
             if not self.limits.chunked and len(seq.tokens) - start > builder.tokens:
@@ -401,12 +404,12 @@ class Scheduler:
             if self.states is not None:
                 self.states.begin(seq, hits, self.totals)
             elif hits:
-                step_builder.claim(seq, hits, size, self.pool, self.totals)
+                step_builder_and_adapter_slots.claim(seq, hits, size, self.pool, self.totals)
             seq.slot = self.slots.pop()
             seq.fresh_state = True
             self.totals.prefix_queries += len(seq.tokens)
             self.start_running(seq, self.micro_batches.current)
-            step_builder.log_admission(seq, self.pool.free, len(self.waiting))
+            step_builder_and_adapter_slots.log_admission(seq, self.pool.free, len(self.waiting))
             self._advance(seq, builder)
 
     def start_running(self, seq: Sequence, micro_batch: int | None = None) -> None:
@@ -440,7 +443,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence, builder: StepBuilder) -> None:
         builder.preempted = True
-        step_builder.log_preemption(victim, self.pool.free)
+        step_builder_and_adapter_slots.log_preemption(victim, self.pool.free)
         victim.requeue = waits = not victim.drawn
         self.leave(victim)
         if waits:

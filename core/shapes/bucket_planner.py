@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from trencadis.core import cross_attention_inputs
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import LORA, POOL_ROWS, WIDE_ROWS, Bucket, Stage, ahead_variant, verify_variant
 from trencadis.core.checkpoint.model_config import ModelConfig, SquareImage
 from trencadis.core.checkpoint.model_registry import adapted_tower

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket
-from trencadis.core.graph_plan_report import HELD, PUBLISHED, REVERTED, SMALL, SOON, UNSTEADY, WORSE
+from trencadis.core.graph_and_bucket_learning_report import HELD, PUBLISHED, REVERTED, SMALL, SOON, UNSTEADY, WORSE
 from trencadis.core.shapes.plan_from_recorded_needs import expected_cost
 from trencadis.core.shapes.shape_need_histogram import NeedHistogram
 

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.shapes.bucket_search import CostTable, PoolLimit, search_choice
 from trencadis.core.shapes.shape_need_histogram import RECORDED_STAGES, Key, NeedHistogram, round_to_grid

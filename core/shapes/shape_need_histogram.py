@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.shapes.rectangular_launches import RowNeed, best_groups
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trencadis.core.step import UInt8
-from trencadis.core.token_masks.grammar_vocabulary import Vocabulary, open_tokenizer
-from trencadis.core.token_masks.token_healing import Spelling, TokenHealing
+from trencadis.core.token_masks.canonical_ids_of_forced_text import Spelling, TokenHealing
+from trencadis.core.token_masks.grammar_tokenizer_and_vocabulary import Vocabulary, open_tokenizer
 from trencadis.core.token_masks.token_rule_matchers import keep, remove
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import JsonObject
 from trencadis.core.token_masks.grammar_matcher import parser_limits
-from trencadis.core.token_masks.grammar_vocabulary import Vocabulary, open_tokenizer
+from trencadis.core.token_masks.grammar_tokenizer_and_vocabulary import Vocabulary, open_tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -14,8 +14,8 @@ from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import Attn, Backend
 from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.interface import RecurrentOps, RecurrentState
 from trencadis.core.models.linear_and_embedding import ColumnParallelLinear, ColumnPart, RowParallelLinear
+from trencadis.core.models.model_and_ops_api import RecurrentOps, RecurrentState
 
 
 class StateSpace:

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.multimodal.pixel_normalisation import PixelNormalisation, read_normalisation
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import PixelNormalisation, read_normalisation
 from trencadis.multimodal.processor_interface import ImageGeometry
 from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,

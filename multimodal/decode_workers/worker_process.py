@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trencadis.core.json_types import JsonObject
-from trencadis.core.process.child_process import python_path, read_stat
+from trencadis.core.process.child_process_environment_and_exit import python_path, read_stat
 from trencadis.multimodal.decode_workers import worker_messages
 
 START_SECONDS = 30.0

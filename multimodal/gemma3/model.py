@@ -13,7 +13,7 @@ from trencadis.core.models.linear_and_embedding import Linear, TowerLayer
 from trencadis.core.models.mlp_and_norms import LayerNorm, RMSNorm
 from trencadis.multimodal.gemma3.family import Gemma3VisionConfig
 from trencadis.multimodal.gemma3.processor import read_settings
-from trencadis.multimodal.pixel_normalisation import IMAGENET_STANDARD, PixelNormalisation
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import IMAGENET_STANDARD, PixelNormalisation
 from trencadis.multimodal.vit.tile_image_processor import has_processor_settings
 from trencadis.multimodal.vit.tile_vision_model import TileVisionModel
 
@@ -55,7 +55,7 @@ class Gemma3Projector:
 
 
 class Gemma3VLModel(TileVisionModel):
-    """Gemma-3 with its vision tower, a ``core.models.interface.VisionModel``."""
+    """Gemma-3 with its vision tower, a ``core.models.model_and_ops_api.VisionModel``."""
 
     def __init__(self, config: ModelConfig, backend: Backend, normalisation: PixelNormalisation) -> None:
         super().__init__(config, backend, normalisation)

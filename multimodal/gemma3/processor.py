@@ -12,7 +12,11 @@ from PIL import Image
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.gemma3.family import Gemma3VisionConfig
-from trencadis.multimodal.pixel_normalisation import IMAGENET_STANDARD, PixelNormalisation, read_normalisation
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import (
+    IMAGENET_STANDARD,
+    PixelNormalisation,
+    read_normalisation,
+)
 from trencadis.multimodal.processor_interface import ImageGeometry, PlaceholderRun
 from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,

@@ -14,7 +14,7 @@ from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.vision_config import WINDOW_SLOTS
 from trencadis.multimodal.gemma4.config import MERGE, Gemma4VisionConfig, PatchEmbedConfig
-from trencadis.multimodal.pixel_normalisation import PixelNormalisation
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import PixelNormalisation
 from trencadis.multimodal.processor_interface import ImageGeometry, PlaceholderRun
 from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,

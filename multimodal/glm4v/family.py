@@ -21,7 +21,7 @@ from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import SANDWICH, TextConfig
 from trencadis.core.family_configs.glm4 import NORM_NAMES
 from trencadis.multimodal.glm4v.config import CHANNELS, FRAMES, Glm4vVisionConfig
-from trencadis.multimodal.qwen2_vl.config import MERGE, PATCH
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import MERGE, PATCH
 from trencadis.multimodal.qwen2_vl.qwen_vl_hf_config import PREFIXES, check_aliases, read_rope_theta
 
 POSITIONS = 32768

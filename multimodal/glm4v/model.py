@@ -21,7 +21,7 @@ from trencadis.core.models.rotary_embedding import vision_frequencies
 from trencadis.core.step import Encode
 from trencadis.multimodal.glm4v.config import CHANNELS, FRAMES, RULES, Glm4vVisionConfig, add_sampled_positions
 from trencadis.multimodal.patch_packing import pack_whole_images
-from trencadis.multimodal.pixel_normalisation import CLIP, PixelNormalisation
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import CLIP, PixelNormalisation
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
 from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, run_blocks, scale_and_shift
 
@@ -147,7 +147,7 @@ class Glm4vTower:
 
 
 class Glm4v(AdaptedTowerDecoder):
-    """``core.models.interface.Model`` with images, which the first pipeline stage encodes."""
+    """``core.models.model_and_ops_api.Model`` with images, which the first pipeline stage encodes."""
 
     tower: Glm4vTower
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.json_types import JsonMapping, JsonObject
-from trencadis.multimodal.pixel_normalisation import PixelNormalisation, read_normalisation
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import PixelNormalisation, read_normalisation
 from trencadis.multimodal.processor_interface import ImageGeometry, Layout, PlaceholderRun
 from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,

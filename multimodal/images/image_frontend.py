@@ -22,7 +22,7 @@ from trencadis.multimodal.images.image_decode_client import ImageDecoder, array_
 from trencadis.multimodal.images.image_header import MAX_IMAGE_PIXELS, Header, inspect_header
 from trencadis.multimodal.images.pil_decode import load_pil_image
 from trencadis.multimodal.images.processor_cache import ProcessorCache
-from trencadis.multimodal.media_options import NO_OPTIONS, NO_SCOPE, MediaPart, MediaScope
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import NO_OPTIONS, NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.media_timing_and_concurrency import gather_or_cancel
 from trencadis.multimodal.media_uuids import UuidRegistry, make_miss_error
 from trencadis.multimodal.processor_interface import PreparedImage, Processor

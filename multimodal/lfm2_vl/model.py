@@ -18,7 +18,7 @@ from trencadis.core.step import Encode
 from trencadis.multimodal.lfm2_vl.config import Lfm2VisionConfig, add_resized_positions
 from trencadis.multimodal.lfm2_vl.processor import load_normalisation
 from trencadis.multimodal.patch_packing import pack_whole_images
-from trencadis.multimodal.pixel_normalisation import PixelNormalisation
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import PixelNormalisation
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS
 from trencadis.multimodal.vit.tile_vision_model import CELL_EPS
 from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift
@@ -113,7 +113,7 @@ class Siglip2Tower:
 
 
 class Lfm2Vl(TowerDecoder):
-    """``core.models.interface.Model`` with images, which the first pipeline stage encodes."""
+    """``core.models.model_and_ops_api.Model`` with images, which the first pipeline stage encodes."""
 
     tower: Siglip2Tower
 

@@ -17,7 +17,11 @@ from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.core.vision_config import WINDOW_SLOTS
 from trencadis.multimodal.lfm2_vl.config import Lfm2VisionConfig
-from trencadis.multimodal.pixel_normalisation import IMAGENET_STANDARD, PixelNormalisation, read_normalisation
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import (
+    IMAGENET_STANDARD,
+    PixelNormalisation,
+    read_normalisation,
+)
 from trencadis.multimodal.processor_interface import PROCESSOR_FILES, ImageGeometry, Layout, PlaceholderRun
 from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,

@@ -10,7 +10,7 @@ from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import Backend
 from trencadis.core.models.decoder import Decoder
 from trencadis.multimodal.llava.processor import PROCESSOR_TYPES, read_settings
-from trencadis.multimodal.pixel_normalisation import CLIP
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import CLIP
 from trencadis.multimodal.pixtral import model as pixtral
 from trencadis.multimodal.pixtral.config import PixtralVisionConfig
 from trencadis.multimodal.vit.tile_image_processor import get_vision_config, has_processor_settings

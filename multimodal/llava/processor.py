@@ -11,7 +11,7 @@ from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.json_types import JsonMapping
-from trencadis.multimodal.pixel_normalisation import PixelNormalisation, read_normalisation
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import PixelNormalisation, read_normalisation
 from trencadis.multimodal.pixtral import processor as pixtral
 from trencadis.multimodal.pixtral.config import PixtralVisionConfig
 from trencadis.multimodal.processor_interface import ImageGeometry

@@ -10,7 +10,7 @@ from trencadis.core.device.backend import Backend
 from trencadis.multimodal.llava.model import LlavaModel
 from trencadis.multimodal.llava.processor import read_settings
 from trencadis.multimodal.llava_next.processor import PROCESSOR_TYPES
-from trencadis.multimodal.pixel_normalisation import CLIP
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import CLIP
 from trencadis.multimodal.vit.tile_image_processor import get_vision_config, has_processor_settings
 
 

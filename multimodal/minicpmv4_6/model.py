@@ -20,7 +20,7 @@ from trencadis.core.vision_config import WINDOW_SLOTS
 from trencadis.multimodal.minicpmv4_6.config import SIDE, WINDOW, MiniCPMVisionConfig
 from trencadis.multimodal.minicpmv4_6.processor import load_normalisation, nearest_positions
 from trencadis.multimodal.patch_packing import pack_whole_images
-from trencadis.multimodal.pixel_normalisation import PixelNormalisation
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import PixelNormalisation
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS
 from trencadis.multimodal.vit.tile_vision_model import TilePatchEmbed
 from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift

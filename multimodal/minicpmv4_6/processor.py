@@ -20,7 +20,11 @@ from trencadis.core.step import Int32
 from trencadis.core.vision_config import WINDOW_SLOTS
 from trencadis.multimodal.minicpmv4_6.config import SIDE, MiniCPMVisionConfig
 from trencadis.multimodal.patch_packing import MAX_ASPECT, patch_coordinates
-from trencadis.multimodal.pixel_normalisation import IMAGENET_STANDARD, PixelNormalisation, read_normalisation
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import (
+    IMAGENET_STANDARD,
+    PixelNormalisation,
+    read_normalisation,
+)
 from trencadis.multimodal.placeholders import expand_placeholders
 from trencadis.multimodal.processor_interface import ImageGeometry, Layout, Media, PlaceholderRun, PreparedImage
 from trencadis.multimodal.vit.tile_image_processor import (

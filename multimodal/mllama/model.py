@@ -24,7 +24,7 @@ from trencadis.core.step import Encode, Int32
 from trencadis.core.vision_config import WINDOW_SLOTS
 from trencadis.multimodal.mllama.config import MllamaVisionConfig, supported_aspect_ratios
 from trencadis.multimodal.mllama.processor import read_normalisation_settings
-from trencadis.multimodal.pixel_normalisation import PixelNormalisation
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import PixelNormalisation
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS
 from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift
 
@@ -115,7 +115,7 @@ class MllamaVisionBlock(ViTBlock):
 
 
 class MllamaModel(CrossAttentionDecoder):
-    """``core.models.interface.VisionModel`` with Mllama's tower; ``normalisation``: of the checkpoint's processor."""
+    """``core.models.model_and_ops_api.VisionModel`` with Mllama's tower; ``normalisation``: of its processor."""
 
     def __init__(self, config: ModelConfig, backend: Backend, normalisation: PixelNormalisation) -> None:
         assert isinstance(config.vision, MllamaVisionConfig)

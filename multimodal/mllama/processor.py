@@ -13,7 +13,7 @@ from PIL import Image
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.mllama.config import MllamaVisionConfig, TileGrid, supported_aspect_ratios
-from trencadis.multimodal.pixel_normalisation import CLIP, PixelNormalisation, read_normalisation
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import CLIP, PixelNormalisation, read_normalisation
 from trencadis.multimodal.processor_interface import ImageGeometry, PlaceholderRun
 from trencadis.multimodal.vit.tile_image_processor import (
     TileImageProcessor,

@@ -9,7 +9,7 @@ from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, Parse
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.family_configs import phi3
 from trencadis.multimodal.llava.family import CLIP_NAMES, ClipVisionConfig
-from trencadis.multimodal.pixel_normalisation import PLANES
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import PLANES
 from trencadis.multimodal.vit.vision_language_config import ViTDefaults, read_image_token, read_vit_fields
 
 NEWLINE, SEPARATOR = range(2)

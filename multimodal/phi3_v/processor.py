@@ -18,7 +18,7 @@ from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.phi3_v.family import NEWLINE, SEPARATOR, Phi3VVisionConfig
-from trencadis.multimodal.pixel_normalisation import (
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import (
     CLIP,
     downscale_bicubic,
     encode_bytes,

@@ -27,7 +27,7 @@ from trencadis.core.models.mlp_and_norms import Norm, norm_of
 from trencadis.core.models.rotary_embedding import inverse_frequencies
 from trencadis.core.step import Encode
 from trencadis.multimodal.patch_packing import pack_whole_images
-from trencadis.multimodal.pixel_normalisation import PixelNormalisation
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import PixelNormalisation
 from trencadis.multimodal.pixtral.config import EPS, PixtralVisionConfig
 from trencadis.multimodal.pixtral.processor import load_normalisation
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS

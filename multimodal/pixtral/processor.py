@@ -14,7 +14,7 @@ from trencadis.core.buckets import align_up
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.vision_config import WINDOW_SLOTS
-from trencadis.multimodal.pixel_normalisation import CLIP, PixelNormalisation, read_normalisation
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import CLIP, PixelNormalisation, read_normalisation
 from trencadis.multimodal.pixtral.config import PixtralVisionConfig
 from trencadis.multimodal.processor_interface import ImageGeometry, Layout, PlaceholderRun
 from trencadis.multimodal.vit.tile_image_processor import (

@@ -13,7 +13,7 @@ from trencadis.multimodal.qwen2_vl.model import Qwen2VL
 
 
 class Qwen25VL(Qwen2VL):
-    """``core.models.interface.Model`` with images."""
+    """``core.models.model_and_ops_api.Model`` with images."""
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Packs images in windows of 64 slots; the rest of ``slots`` is padding."""

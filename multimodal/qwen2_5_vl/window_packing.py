@@ -18,7 +18,7 @@ from trencadis.core.launch_inputs import VisionInputs
 from trencadis.core.media_spans import SINK_ROW
 from trencadis.core.step import Encode, Int32
 from trencadis.core.vision_config import WINDOW_SLOTS
-from trencadis.multimodal.qwen2_vl.config import MERGE, WINDOW_CELLS
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import MERGE, WINDOW_CELLS
 
 CELL = MERGE * MERGE
 """Patches of a merge cell; each cell becomes one token."""

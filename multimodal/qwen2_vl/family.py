@@ -5,7 +5,7 @@ from __future__ import annotations
 from trencadis.core.checkpoint.decoder_config_parsers import MOST_LAYERS, activation_of
 from trencadis.core.checkpoint.family import EVERY_PART, GENERATE, Family, ParsedConfig, StoredNames, VisionSide
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.multimodal.qwen2_vl.config import CHANNELS, PATCH, Qwen2VisionConfig
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import CHANNELS, PATCH, Qwen2VisionConfig
 from trencadis.multimodal.qwen2_vl.qwen_vl_hf_config import (
     PREFIXES,
     TOKEN_NAMES,

@@ -30,9 +30,9 @@ from trencadis.core.models.mlp_and_norms import Norm, norm_of
 from trencadis.core.models.rotary_embedding import vision_frequencies
 from trencadis.core.step import Encode
 from trencadis.multimodal.patch_packing import pack_whole_images
-from trencadis.multimodal.pixel_normalisation import CLIP, PixelNormalisation
-from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import CLIP, PixelNormalisation
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import Qwen25VisionConfig
 from trencadis.multimodal.vit.vit_block import TowerInputs, ViTBlock, run_blocks, scale_and_shift
 
 EPS = 1e-6
@@ -138,7 +138,7 @@ class Qwen2VLVisionTower:
 
 
 class Qwen2VL(AdaptedTowerDecoder):
-    """``core.models.interface.Model`` with images, which the first pipeline stage encodes."""
+    """``core.models.model_and_ops_api.Model`` with images, which the first pipeline stage encodes."""
 
     tower: Qwen2VLVisionTower
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from trencadis.multimodal.patch_packing import Grid
 
 if TYPE_CHECKING:
-    from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
+    from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import Qwen25VisionConfig
 
 Seconds = Sequence[float | None]
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.core.json_types import Json, JsonMapping
-from trencadis.multimodal.pixel_normalisation import CLIP, PixelNormalisation, read_normalisation
-from trencadis.multimodal.qwen2_vl.config import MERGE, PATCH, TEMPORAL
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import CLIP, PixelNormalisation, read_normalisation
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import MERGE, PATCH, TEMPORAL
 
 MIN_PIXELS, MAX_PIXELS = 3136, 28 * 28 * 1280
 """Pixel limits of a processor whose settings have none."""

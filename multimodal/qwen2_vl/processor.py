@@ -14,7 +14,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.errors import BadRequest, StartupError, attach_param
 from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.multimodal.convert_to_rgb import to_rgb
-from trencadis.multimodal.media_options import (
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import (
     LOW_DETAIL_PIXELS,
     MediaOptions,
     check_pixel_limits,
@@ -22,10 +22,10 @@ from trencadis.multimodal.media_options import (
     server_options,
 )
 from trencadis.multimodal.patch_packing import Grid, check_aspect, count_slots, count_tokens, patch_grid
-from trencadis.multimodal.pixel_normalisation import CLIP_MEAN, CLIP_STD, PerChannel
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import CLIP_MEAN, CLIP_STD, PerChannel
 from trencadis.multimodal.processor_interface import ImageGeometry, PreparedImage
-from trencadis.multimodal.qwen2_vl.config import MERGE, PATCH, TEMPORAL, WINDOW_PATCHES
 from trencadis.multimodal.qwen2_vl.preprocessor_config import QWEN_RULES, ProcessorRules, read_preprocessor_config
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import MERGE, PATCH, TEMPORAL, WINDOW_PATCHES
 from trencadis.multimodal.qwen2_vl.smart_resize import enlarge_small, largest_slots, largest_tokens, smart_resize
 
 ALIGNMENTS = ("pad", "resize")

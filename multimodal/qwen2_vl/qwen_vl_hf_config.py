@@ -13,7 +13,7 @@ from trencadis.core.checkpoint.family import ParsedConfig
 from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.rope_config import LARGEST_BASE
 from trencadis.core.vision_config import VisionConfig
-from trencadis.multimodal.qwen2_vl.config import CHANNELS, MERGE, PATCH, TEMPORAL
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import CHANNELS, MERGE, PATCH, TEMPORAL
 
 TOKEN_NAMES = {
     "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",

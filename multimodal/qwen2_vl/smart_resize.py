@@ -18,11 +18,11 @@ from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.shapes.bucket_options import PlannedImageSize, parse_image_sizes
 from trencadis.core.vision_config import WINDOW_SLOTS
-from trencadis.multimodal.media_options import check_pixel_limits, server_options
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import check_pixel_limits, server_options
 from trencadis.multimodal.patch_packing import MAX_ASPECT, check_aspect, count_slots, count_tokens, patch_grid
 from trencadis.multimodal.processor_interface import ImageGeometry
-from trencadis.multimodal.qwen2_vl.config import FACTOR, MERGE, PATCH, WINDOW_PATCHES
 from trencadis.multimodal.qwen2_vl.preprocessor_config import QWEN_RULES, ProcessorRules, read_preprocessor_config
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import FACTOR, MERGE, PATCH, WINDOW_PATCHES
 
 MAX_SIDE = 1 << 16
 """Upper bound of an image's side in pixels."""

@@ -31,7 +31,7 @@ from trencadis.core.models.mlp_and_norms import LayerNorm
 from trencadis.core.models.rotary_embedding import vision_frequencies
 from trencadis.core.step import Encode
 from trencadis.multimodal.patch_packing import pack_whole_images
-from trencadis.multimodal.pixel_normalisation import IMAGENET_STANDARD, PixelNormalisation
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import IMAGENET_STANDARD, PixelNormalisation
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
 from trencadis.multimodal.qwen3_vl.config import CHANNELS, FRAMES, DeepStackVisionConfig, add_interpolated_positions
 from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift
@@ -190,7 +190,7 @@ class DeepStackTower:
 
 
 class Qwen3VL(AdaptedTowerDecoder):
-    """``core.models.interface.Model`` with images, which the first pipeline stage encodes."""
+    """``core.models.model_and_ops_api.Model`` with images, which the first pipeline stage encodes."""
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         super().__init__(config, backend)

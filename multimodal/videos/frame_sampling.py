@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trencadis.core.errors import BadRequest
-from trencadis.multimodal.media_options import MAX_CLIP_FRAMES, NO_OPTIONS, MediaOptions
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MAX_CLIP_FRAMES, NO_OPTIONS, MediaOptions
 from trencadis.multimodal.patch_packing import MERGE, PATCH, Grid, count_slots, count_tokens, patch_grid
 
 FPS = 2.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from trencadis.core.errors import BadRequest, TooLarge
-from trencadis.multimodal.media_options import CLIP_TOKENS, NO_OPTIONS, MediaOptions
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import CLIP_TOKENS, NO_OPTIONS, MediaOptions
 from trencadis.multimodal.patch_packing import check_aspect
 from trencadis.multimodal.videos.frame_sampling import FRAMES_PER_PATCH, FrameLimits, FrameSampling
 

@@ -23,7 +23,7 @@ from trencadis.multimodal.images.image_decode_client import ImageDecoder, array_
 from trencadis.multimodal.images.image_frontend import cache_key, content_digest
 from trencadis.multimodal.images.pil_decode import load_pil_image
 from trencadis.multimodal.images.processor_cache import ProcessorCache, Unshared
-from trencadis.multimodal.media_options import (
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import (
     MAX_CLIP_FRAMES,
     MAX_CLIP_SECONDS,
     NO_OPTIONS,

@@ -14,7 +14,7 @@ from trencadis.core.errors import BadRequest, TooLarge
 from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.multimodal.images.image_header import inspect_header
 from trencadis.multimodal.images.pil_decode import decode, load_pil_image
-from trencadis.multimodal.media_options import MediaOptions
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaOptions
 from trencadis.multimodal.patch_packing import MERGE, PATCH
 from trencadis.multimodal.videos.frame_sampling import (
     FRAMES_PER_PATCH,

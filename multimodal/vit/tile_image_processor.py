@@ -17,9 +17,9 @@ from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import JsonMapping, JsonObject
 from trencadis.multimodal.convert_to_rgb import to_rgb
-from trencadis.multimodal.media_options import MediaOptions, refuse_num_crops, server_options
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaOptions, refuse_num_crops, server_options
 from trencadis.multimodal.patch_packing import check_aspect
-from trencadis.multimodal.pixel_normalisation import CLIP, PixelNormalisation
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import CLIP, PixelNormalisation
 from trencadis.multimodal.processor_interface import (
     PROCESSOR_FILES,
     ImageGeometry,

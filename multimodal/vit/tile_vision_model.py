@@ -17,7 +17,6 @@ from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, Seg
 from trencadis.core.launch_inputs import VisionInputs
 from trencadis.core.media_spans import RESERVED_ROWS, SINK_ROW
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.interface import Persistent
 from trencadis.core.models.linear_and_embedding import (
     ColumnParallelLinear,
     ColumnPart,
@@ -27,9 +26,10 @@ from trencadis.core.models.linear_and_embedding import (
     replicate_layers,
 )
 from trencadis.core.models.mlp_and_norms import Norm, norm_of
+from trencadis.core.models.model_and_ops_api import Persistent
 from trencadis.core.step import Encode
 from trencadis.core.vision_config import WINDOW_SLOTS
-from trencadis.multimodal.pixel_normalisation import OFFSET, PLANE_WEIGHTS, PLANES, PixelNormalisation
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import OFFSET, PLANE_WEIGHTS, PLANES, PixelNormalisation
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS, TileVisionConfig
 from trencadis.multimodal.vit.vit_block import ViTBlock, run_blocks, scale_and_shift
 
@@ -165,7 +165,7 @@ class TileProjector:
 
 
 class TileVisionModel(Decoder):
-    """``core.models.interface.VisionModel`` over tiles, which the first pipeline stage encodes.
+    """``core.models.model_and_ops_api.VisionModel`` over tiles, which the first pipeline stage encodes.
 
     ``normalisation``: of the checkpoint's processor.
     """

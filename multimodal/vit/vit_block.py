@@ -22,7 +22,7 @@ from trencadis.core.models.linear_and_embedding import (
     unit_span,
 )
 from trencadis.core.models.mlp_and_norms import MLP, GatedMLP, PlainMLP, RMSNorm, norm_of
-from trencadis.multimodal.pixel_normalisation import PixelNormalisation
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import PixelNormalisation
 from trencadis.multimodal.vit.vit_config import ViTConfig
 
 

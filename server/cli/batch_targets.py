@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.engine_launcher import EngineHandle
+from trencadis.core.executor.engine_process_launcher import EngineHandle
 from trencadis.core.process import heap_trimmer
 from trencadis.server.config.resolve_settings import Settings
 

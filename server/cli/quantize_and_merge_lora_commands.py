@@ -24,7 +24,7 @@ from trencadis.server.config import model_download
 from trencadis.server.processes import signals_and_logging
 from trencadis.server.prompts import media_frontends
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
-from trencadis.server.prompts.text_service import TextService
+from trencadis.server.prompts.prompt_builder import TextService
 
 USAGE = """\
 usage: trencadis quantize MODEL OUT --to fp8|int8|int4 [--group 32|64|128] [--calibrate FILE]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.engine_launcher import EngineHandle
+from trencadis.core.executor.engine_process_launcher import EngineHandle
 from trencadis.core.process import log_setup
 from trencadis.server.cli import batch_lines, batch_targets, serve
 from trencadis.server.cli.batch_lines import ResultFile

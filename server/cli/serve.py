@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.engine_launcher import EngineHandle
+from trencadis.core.executor.engine_process_launcher import EngineHandle
 from trencadis.core.links.rank_placement import topology
 from trencadis.core.process import function_trace, heap_trimmer
 from trencadis.server.config import resolve_settings

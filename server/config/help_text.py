@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from trencadis.core.errors import StartupError
 from trencadis.server.config.flag_table_and_lookup import Flag, find_flag, get_flag_table
-from trencadis.server.config.vllm_flag_row import FREE, MEANS, REFUSED, FlagRow
+from trencadis.server.config.vllm_flag_row_and_value_conversion import FREE, MEANS, REFUSED, FlagRow
 from trencadis.server.config.vllm_flag_table import ROWS
 
 USAGE = """\

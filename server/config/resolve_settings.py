@@ -34,7 +34,7 @@ from trencadis.server.config.flag_table_and_lookup import (
 from trencadis.server.config.ignored_and_refused_vllm_env import find_variable
 from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.config.value_parsers import check_allowed_hosts
-from trencadis.server.config.vllm_flag_row import convert_flags
+from trencadis.server.config.vllm_flag_row_and_value_conversion import convert_flags
 from trencadis.server.config.vllm_flag_table import ROWS
 
 VARIABLE = "environment "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trencadis.core.flag_declaration import BYTES, COUNT, MOST_BYTES, NOT_NEGATIVE, SECONDS, SOME_SECONDS, Bound, opt
 from trencadis.core.json_types import JsonObject
-from trencadis.multimodal.media_options import MAX_CLIP_FRAMES, MAX_CLIP_SECONDS
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MAX_CLIP_FRAMES, MAX_CLIP_SECONDS
 
 
 @dataclass(frozen=True)

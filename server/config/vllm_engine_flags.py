@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trencadis.server.config.vllm_flag_row import (
+from trencadis.server.config.vllm_flag_row_and_value_conversion import (
     FlagRow,
     convert_async_scheduling,
     convert_attention_backend,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from trencadis.core.errors import StartupError
 from trencadis.core.flag_declaration import FlagValue
 from trencadis.server.config import vllm_engine_flags
-from trencadis.server.config.vllm_flag_row import (
+from trencadis.server.config.vllm_flag_row_and_value_conversion import (
     FlagRow,
     convert_log_level,
     copy_unless_given,

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from trencadis.core.errors import QueueFull, Unavailable
-from trencadis.core.executor.engine_launcher import EngineHandle
+from trencadis.core.executor.engine_process_launcher import EngineHandle
 from trencadis.core.process import engine_messages
-from trencadis.core.process.child_process import StopWatch
+from trencadis.core.process.child_process_environment_and_exit import StopWatch
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine.engine_client import (
+from trencadis.server.engine.engine_client_and_request_timing import (
     BACKLOG,
     SMALL_BACKLOG,
     Backlog,
@@ -157,7 +157,7 @@ class RequestLink:
     """The requests that this process has open at another process.
 
     Args:
-        vocabulary: returns the packed ``core.token_masks.grammar_vocabulary.Vocabulary``; called once, before the first
+        vocabulary: returns the packed ``grammar_tokenizer_and_vocabulary.Vocabulary``; called once, before the first
         request with a grammar is sent.
     """
 

@@ -11,10 +11,10 @@ from contextlib import aclosing, suppress
 
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import Conflict, NotFound, Unavailable
-from trencadis.core.executor.engine_launcher import EngineHandle
+from trencadis.core.executor.engine_process_launcher import EngineHandle
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine.engine_client import DeltaCallback, Pixels
+from trencadis.server.engine.engine_client_and_request_timing import DeltaCallback, Pixels
 from trencadis.server.engine.engine_process_link import STOPPED, EngineLink
 from trencadis.server.engine.sleep_state import SleepState
 
@@ -27,7 +27,7 @@ END_SECONDS = 30.0
 
 
 class Supervisor:
-    """An EngineClient (``server/engine/engine_client.py``) that restarts its engine.
+    """An EngineClient (``server/engine/engine_client_and_request_timing.py``) that restarts its engine.
 
     Args:
         handle: the first engine process, already spawned.
@@ -36,7 +36,7 @@ class Supervisor:
         sleep_after: seconds without a request after which the engine falls asleep; 0: never.
         max_restarts: restarts without a steady minute after which the engine counts as failing (restarts continue).
         on_fatal: called with (message, exit code) when the first start cannot succeed.
-        vocabulary: returns the packed ``core.token_masks.grammar_vocabulary.Vocabulary`` or an awaitable of it. It is
+        vocabulary: returns the packed ``grammar_tokenizer_and_vocabulary.Vocabulary`` or an awaitable of it. It is
         called once, before the first request with a grammar; the result is sent to each engine. The attribute may also
         be set later.
     """

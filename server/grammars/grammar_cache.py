@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from trencadis.core.errors import BadRequest, Unavailable
+from trencadis.core.token_masks.grammar_tokenizer_and_vocabulary import Vocabulary
 from trencadis.core.token_masks.grammar_trial import VocabularySkeleton
-from trencadis.core.token_masks.grammar_vocabulary import Vocabulary
 from trencadis.multimodal.decode_workers.worker_pool import Job, WorkerPool
-from trencadis.server.grammars.grammar_writer import GrammarWriter
+from trencadis.server.grammars.lark_grammar_and_tool_functions import GrammarWriter
 from trencadis.server.text.checkpoint_tokenizer import MARKUP, Tokenizer
 
 LEVEL = 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonMapping
-from trencadis.server.grammars.grammar_writer import WhitespaceRule
+from trencadis.server.grammars.lark_grammar_and_tool_functions import WhitespaceRule
 from trencadis.server.grammars.regex_translation import translate_regex
 
 LARGEST = 256 << 10

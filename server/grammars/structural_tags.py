@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonMapping
-from trencadis.server.grammars import gbnf, grammar_writer
-from trencadis.server.grammars.grammar_writer import GrammarWriter, WhitespaceRule
+from trencadis.server.grammars import gbnf, lark_grammar_and_tool_functions
 from trencadis.server.grammars.json_schema_normaliser import normalise_schema, parse_if_text, parse_schema
+from trencadis.server.grammars.lark_grammar_and_tool_functions import GrammarWriter, WhitespaceRule
 from trencadis.server.grammars.regex_translation import translate_regex
 
 LEVELS = 32
@@ -104,7 +104,7 @@ class TagReader:
         made = (
             gbnf.convert_to_lark(text, where)
             if gbnf.is_gbnf(text)
-            else grammar_writer.check_lark_grammar(text, where, self._spaces)
+            else lark_grammar_and_tool_functions.check_lark_grammar(text, where, self._spaces)
         )
         return self._writer.add_grammar(made)
 

@@ -13,10 +13,10 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trencadis.server.metrics.request_record import RequestRecord
+from trencadis.server.metrics.request_record_logs_and_metrics import RequestRecord
 from trencadis.server.routes.sse import ClientGone
-from trencadis.server.tenants.admission import Admission, BodyCharge
 from trencadis.server.tenants.fair_queue import FairQueueEntry, FairQueueStage, TenantFairQueue
+from trencadis.server.tenants.server_admission_and_byte_budgets import Admission, BodyCharge
 from trencadis.server.tenants.tenant_registry import CURRENT
 
 SMALL_BODY = 1 << 16

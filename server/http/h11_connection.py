@@ -21,9 +21,9 @@ import h11
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from trencadis.server.http.event_loop_pacing import SharedLimits
 from trencadis.server.http.h11_body_bounds import HEAD_END, MAX_HEAD, MAX_TARGET, BoundedConnection, make_refusal
-from trencadis.server.metrics.request_record import RequestRecord
+from trencadis.server.http.pending_request_heads_by_tenant import SharedLimits
+from trencadis.server.metrics.request_record_logs_and_metrics import RequestRecord
 
 MAX_READ = 16 << 10
 """Bytes of heads and of a chunked body that are taken in one pass of the event loop."""

@@ -29,8 +29,8 @@ log = logging.getLogger("trencadis.server")
 WANTED_FILES = 65535
 BACKLOG = 32
 """Connections that asyncio accepts in one go. Each takes a tenth of a millisecond, which delays all answers; heads
-are read a few at a time (``event_loop_pacing.STARTS_PER_PASS``). Connections are accepted in the order of arrival,
-whichever client they are from: one that arrives after a flood of thousands waits until those are accepted.
+are read a few at a time (``pending_request_heads_by_tenant.STARTS_PER_PASS``). Connections are accepted in the order
+of arrival, whichever client they are from: one that arrives after a flood of thousands waits until those are accepted.
 """
 QUEUED = 4096
 """Connections that the system queues until they are accepted (at most net.core.somaxconn). Linux drops what does not

@@ -31,12 +31,12 @@ from trencadis.core.errors import (
     TrencadisError,
     Unavailable,
 )
-from trencadis.server.metrics.request_record import CLIENT_CLOSED, RECORD, RequestRecord, log_access
+from trencadis.server.metrics.request_record_logs_and_metrics import CLIENT_CLOSED, RECORD, RequestRecord, log_access
 from trencadis.server.protocol.base_request import ErrorResponse, is_anthropic_path
 from trencadis.server.routes import anthropic_conversion, app_state
-from trencadis.server.routes.auth import UNSAFE, HostRules, Keys
+from trencadis.server.routes.api_keys_and_allowed_hosts import UNSAFE, HostRules, Keys
 from trencadis.server.routes.sse import ClientGone
-from trencadis.server.tenants.admission import BodyBudget, BodyCharge
+from trencadis.server.tenants.server_admission_and_byte_budgets import BodyBudget, BodyCharge
 from trencadis.server.tenants.tenant_registry import CURRENT
 
 RUNTIME_REASON = "adapters change at run time only with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"

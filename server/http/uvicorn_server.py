@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from trencadis.server.config.server_config import ServerConfig
-from trencadis.server.http.event_loop_pacing import SharedLimits, find_tenant_name
 from trencadis.server.http.h11_connection import LimitedH11Protocol
 from trencadis.server.http.listener import BACKLOG, Certificates
+from trencadis.server.http.pending_request_heads_by_tenant import SharedLimits, find_tenant_name
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

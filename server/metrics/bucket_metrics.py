@@ -12,10 +12,10 @@ from typing import TypedDict
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from trencadis.core.graph_plan_report import OUTCOMES
+from trencadis.core.graph_and_bucket_learning_report import OUTCOMES
 from trencadis.core.json_types import JsonObject
 from trencadis.core.process.engine_messages import BucketState, BucketUse, EngineStats, GraphPlan, LearningReport
-from trencadis.server.engine.engine_client import EngineClient
+from trencadis.server.engine.engine_client_and_request_timing import EngineClient
 
 ANY = "any"
 """Bucket label for a device without buckets, where a label per size would grow without bound."""
@@ -35,7 +35,7 @@ class BucketTally:
     """Launches of one bucket; tokens are tokens, slots or rows.
 
     A hit found its bucket ready: its graph is captured, or the device captures none. ``misses`` counts the others by
-    reason (``core.graph_plan_report``); hits and misses sum to the launches.
+    reason (``core.graph_and_bucket_learning_report``); hits and misses sum to the launches.
     """
 
     hits: int = 0

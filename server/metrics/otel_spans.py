@@ -22,7 +22,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from trencadis.server.metrics.tracing import Trace
+from trencadis.server.metrics.request_trace_queue import Trace
 
 NAME = "llm_request"
 MOST_BYTES = 1 << 16

@@ -26,7 +26,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.engine_stats import EngineInfo
 from trencadis.core.process.engine_messages import EngineStats
 from trencadis.multimodal.images.processor_cache import CacheCounters
-from trencadis.server.engine.engine_client import EngineClient, RequestTiming, get_replicas
+from trencadis.server.engine.engine_client_and_request_timing import EngineClient, RequestTiming, get_replicas
 from trencadis.server.metrics.bucket_metrics import BucketMetrics, make_graph_families, make_learning_families
 from trencadis.server.metrics.cache_metrics import (
     MergedCollector,
@@ -35,14 +35,14 @@ from trencadis.server.metrics.cache_metrics import (
     make_adapter_families,
     make_cache_families,
 )
-from trencadis.server.metrics.process_and_tenant_collectors import DeprecatedCollector, make_sleep_state
-from trencadis.server.metrics.request_record import (
+from trencadis.server.metrics.process_tenant_and_sleep_collectors import DeprecatedCollector, make_sleep_state
+from trencadis.server.metrics.request_record_logs_and_metrics import (
     HttpMetrics,
     StageMetrics,
     format_acceptance,
     make_speculation_families,
 )
-from trencadis.server.tenants.admission import Admission
+from trencadis.server.tenants.server_admission_and_byte_budgets import Admission
 
 ABSENT = {
     "is_attention_free": "False", "sliding_window": "None", "prefix_caching_hash_algo": "sha256",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from PIL import Image, ImageDraw
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows

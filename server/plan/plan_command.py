@@ -19,10 +19,10 @@ from trencadis.core.engine.startup_checks import check_start
 from trencadis.core.engine.startup_plan import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.rank_info import check_size
+from trencadis.core.executor.rank_info_and_fingerprint import check_size
 from trencadis.core.host_memory import gib
 from trencadis.core.json_types import JsonObject
-from trencadis.core.memory import graph_measurements
+from trencadis.core.memory import graph_measurement_cache
 from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.shapes.bucket_profile import read_profile, write_profile
 from trencadis.core.shapes.pipeline_partition import split_model
@@ -130,7 +130,7 @@ def _compare_on_trace(
     own: PlanOptions, report: JsonObject, planned: StartupPlan, model: ModelConfig, sizes: Sizes
 ) -> list[StepNeeds]:
     """Adds the comparison of plans on a trace to the report and, if asked for, draws its page; returns the needs."""
-    from trencadis.server.plan import trace_page, trace_plan_comparison
+    from trencadis.server.plan import plan_comparison_page, trace_plan_comparison
 
     traffic = trace_plan_comparison.read_trace(own.trace, sizes)
     needs = trace_plan_comparison.replay_needs(traffic, planned)
@@ -139,7 +139,7 @@ def _compare_on_trace(
     report["trace"] = {"requests": len(traffic), **found}
     if own.report:
         drawn = {name: one.plan for name, one in [*compared.items()][:2]}
-        trace_page.write_page(
+        plan_comparison_page.write_page(
             own.report, report["trace"], trace_plan_comparison.record_needs(needs, planned.plan), drawn
         )
         report["page"] = own.report
@@ -234,13 +234,13 @@ def make_stage_plans(config: EngineConfig, model: ModelConfig, memory: int, othe
     for part in parts:
         check_start(config, part, policy, name)
         drafter, block = find_drafter(config, part), config.block_size or policy.block_sizes[0]
-        key = graph_measurements.MeasurementKey(
-            graph_measurements.fingerprint(part, None if drafter is None else sizes_of(drafter)),
+        key = graph_measurement_cache.MeasurementKey(
+            graph_measurement_cache.fingerprint(part, None if drafter is None else sizes_of(drafter)),
             name,
             f"{8 * itemsize} bit",
             ranks,
             block,
         )
-        known = graph_measurements.load_nearest(key, graph_measurements.folder())
+        known = graph_measurement_cache.load_nearest(key, graph_measurement_cache.folder())
         starts.append(DryRun(config, part, policy, asked, images, device, known, draft=drafter))
     return planned_stages(starts)

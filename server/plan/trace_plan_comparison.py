@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.model_registry import image_sizes
@@ -26,7 +26,7 @@ from trencadis.core.engine.startup_plan import StartupPlan
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.core.memory.graph_selection import set_cost
-from trencadis.core.scheduling.image_packer import ImagePacker
+from trencadis.core.scheduling.encoder_scheduler import ImagePacker
 from trencadis.core.shapes.launch_costs import Costs, work_of
 from trencadis.core.shapes.plan_from_recorded_needs import TooFewGraphs, learn_plan
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows

@@ -14,10 +14,10 @@ from trencadis.core.errors import Unavailable
 from trencadis.core.json_types import JsonObject
 from trencadis.core.process import engine_messages
 from trencadis.server.config.resolve_settings import Settings
-from trencadis.server.engine.engine_client import get_replicas
+from trencadis.server.engine.engine_client_and_request_timing import get_replicas
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.metrics.bucket_metrics import describe_all_buckets
-from trencadis.server.metrics.process_and_tenant_collectors import (
+from trencadis.server.metrics.process_tenant_and_sleep_collectors import (
     DEPRECATED_PACE,
     FRONT,
     ProcessesCollector,
@@ -26,7 +26,7 @@ from trencadis.server.metrics.process_and_tenant_collectors import (
 from trencadis.server.metrics.prometheus import PrometheusMetrics
 from trencadis.server.processes.multi_engine_client import Fleet
 from trencadis.server.routes.app_state import HttpSettings
-from trencadis.server.tenants.admission import Admission
+from trencadis.server.tenants.server_admission_and_byte_budgets import Admission
 
 CREATED = "_created"
 """Suffix of samples whose value is a time; of several processes the first counts."""

@@ -16,13 +16,13 @@ from trencadis.core.errors import NotFound, TrencadisError
 from trencadis.core.json_types import JsonObject
 from trencadis.core.process import engine_messages
 from trencadis.server.config.resolve_settings import Settings
-from trencadis.server.engine.engine_client import EngineClient, get_replicas
+from trencadis.server.engine.engine_client_and_request_timing import EngineClient, get_replicas
 from trencadis.server.engine.supervisor import Supervisor
-from trencadis.server.processes import ipc_messages
-from trencadis.server.processes.api_process import ApiProcess, RequestRelay
-from trencadis.server.processes.ipc_messages import Channel
+from trencadis.server.processes import ipc_messages_and_channel
+from trencadis.server.processes.api_process_supervisor import ApiProcess, RequestRelay
+from trencadis.server.processes.ipc_messages_and_channel import Channel
 from trencadis.server.processes.multi_engine_client import Fleet
-from trencadis.server.routes.other_api_processes import FAIR_QUEUED
+from trencadis.server.routes.shared_state_of_api_processes import FAIR_QUEUED
 from trencadis.server.tenants.shared_limits_table import SharedTable
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class ApiProcessManager:
 
     def reload(self) -> None:
         """Makes all processes read keys and certificates again."""
-        self._send_all(ipc_messages.ReloadOrder())
+        self._send_all(ipc_messages_and_channel.ReloadOrder())
 
     def close(self) -> None:
         """Kills all processes."""
@@ -123,7 +123,7 @@ class ApiProcessManager:
 
     # --- what a process does (``ApiProcessOwner``) ---
 
-    def make_relay(self, index: int, channel: Channel[ipc_messages.Up]) -> RequestRelay:
+    def make_relay(self, index: int, channel: Channel[ipc_messages_and_channel.Up]) -> RequestRelay:
         """Makes the relay that runs the requests of a process."""
         assert self.engine is not None
         several = len(get_replicas(self.engine)) > 1
@@ -135,9 +135,9 @@ class ApiProcessManager:
         assert process.channel is not None
         last_state, known = self._last_states
         for i, (info, plan) in enumerate(known):
-            process.channel.write(ipc_messages.ReplicaInfo(i, info, plan))
+            process.channel.write(ipc_messages_and_channel.ReplicaInfo(i, info, plan))
         if last_state:
-            process.channel.write(msgspec.msgpack.decode(last_state, type=ipc_messages.EngineStates))
+            process.channel.write(msgspec.msgpack.decode(last_state, type=ipc_messages_and_channel.EngineStates))
 
     def on_ready(self, process: ApiProcess, max_model_len: int) -> None:
         """Handles a process that now accepts connections."""
@@ -201,8 +201,8 @@ class ApiProcessManager:
             info, plan = engine.info, engine.plan
             if info is not known[i][0] or plan is not known[i][1]:
                 known[i] = info, plan
-                self._send_all(ipc_messages.ReplicaInfo(i, info, plan))
-        state = ipc_messages.EngineStates(
+                self._send_all(ipc_messages_and_channel.ReplicaInfo(i, info, plan))
+        state = ipc_messages_and_channel.EngineStates(
             [get_replica_state(engine) for engine in engines], [get_counters(engine) for engine in engines]
         )
         now = msgspec.msgpack.encode(state)
@@ -256,7 +256,7 @@ class ApiProcessManager:
         await asyncio.gather(*self._ask_all("change adapters", change))
         self._adapter_changes[change["name"]] = change
 
-    async def _repeat_adapter_changes(self, channel: Channel[ipc_messages.Up]) -> None:
+    async def _repeat_adapter_changes(self, channel: Channel[ipc_messages_and_channel.Up]) -> None:
         """Applies earlier changes of adapters to a process that has started."""
         for change in [*self._adapter_changes.values()]:
             try:
@@ -300,9 +300,9 @@ class ApiProcessManager:
             await self._collect_metrics()
 
 
-def get_replica_state(engine: EngineClient) -> ipc_messages.ReplicaState:
+def get_replica_state(engine: EngineClient) -> ipc_messages_and_channel.ReplicaState:
     """Returns the state of one engine."""
-    return ipc_messages.ReplicaState(
+    return ipc_messages_and_channel.ReplicaState(
         engine.phase, engine.accepting, engine.healthy, engine.ready, engine.failing,
         bool(getattr(engine, "stopping", False)), engine.restarts, engine.sleep_level, engine.sleep_operation,
         engine.progress,

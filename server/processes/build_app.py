@@ -8,7 +8,7 @@ from trencadis.core.process.engine_messages import EngineInfo
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.engine.supervisor import Supervisor
-from trencadis.server.http.app import create_app
+from trencadis.server.http.fastapi_app import create_app
 from trencadis.server.processes.multi_engine_client import Fleet
 from trencadis.server.processes.remote_engine import RemoteEngines, RemoteFleet, RemoteReplica
 from trencadis.server.prompts.media_frontends import MediaRules, make_text_service

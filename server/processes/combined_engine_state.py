@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from trencadis.core.process import engine_messages
 from trencadis.core.process.engine_messages import EngineInfo, EngineStats, GraphCounters
-from trencadis.server.engine.engine_client import EngineClient
+from trencadis.server.engine.engine_client_and_request_timing import EngineClient
 
 Number = TypeVar("Number", int, float)
 

@@ -17,11 +17,11 @@ from functools import partial
 from trencadis.core.checkpoint.pooling_description import LAST
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, Unavailable
-from trencadis.core.executor.engine_launcher import EngineHandle
+from trencadis.core.executor.engine_process_launcher import EngineHandle
 from trencadis.core.kv.block_pool import SIZE, BlockHashChain, image_key
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine.engine_client import DeltaCallback, Pixels
+from trencadis.server.engine.engine_client_and_request_timing import DeltaCallback, Pixels
 from trencadis.server.engine.engine_process_link import STOPPED
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.processes.combined_engine_state import EngineGroup
@@ -94,7 +94,7 @@ COST_STAGES = {"prefill": "prefill", "fresh": "prefill", "context": "prefill", "
 
 
 class Fleet(EngineGroup[Supervisor]):
-    """An EngineClient (``server/engine/engine_client.py``) over several Supervisors.
+    """An EngineClient (``server/engine/engine_client_and_request_timing.py``) over several Supervisors.
 
     Args:
         configs: configuration of each engine, from ``divide_resources``.

@@ -17,12 +17,12 @@ from trencadis.core.json_types import JsonObject
 from trencadis.core.process import engine_messages
 from trencadis.core.process.log_setup import flush_logs
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine.engine_client import DeltaCallback, Pixels
+from trencadis.server.engine.engine_client_and_request_timing import DeltaCallback, Pixels
 from trencadis.server.engine.engine_process_link import RequestLink
-from trencadis.server.processes import combined_engine_state, ipc_messages
+from trencadis.server.processes import combined_engine_state, ipc_messages_and_channel
 from trencadis.server.processes.combined_engine_state import EngineGroup
-from trencadis.server.processes.ipc_messages import Channel
-from trencadis.server.routes.other_api_processes import Answer, SharedProcessState
+from trencadis.server.processes.ipc_messages_and_channel import Channel
+from trencadis.server.routes.shared_state_of_api_processes import Answer, SharedProcessState
 from trencadis.server.tenants.shared_limits_table import SharedTable
 
 log = logging.getLogger("trencadis.server")
@@ -38,7 +38,9 @@ class FrontLink(RequestLink):
 
     def __init__(self, sock: socket.socket, replicas: int, table: SharedTable) -> None:
         super().__init__(self._make_vocabulary)
-        self.channel: Channel[ipc_messages.Down] = Channel(sock, ipc_messages.decode_down, self._receive, self._answer)
+        self.channel: Channel[ipc_messages_and_channel.Down] = Channel(
+            sock, ipc_messages_and_channel.decode_down, self._receive, self._answer
+        )
         self.on_info: list[Callable[[engine_messages.EngineInfo], None]] = []
         self.replicas = [RemoteReplica(self, i) for i in range(replicas)]
         self.make_vocabulary: Callable[[], Awaitable[bytes] | bytes] | None = None
@@ -85,28 +87,28 @@ class FrontLink(RequestLink):
             raise NotFound(f"Nobody answers {what} here.")
         return await self.answers[what](given)
 
-    def _receive(self, message: ipc_messages.Down, payload: bytes) -> Awaitable[None] | None:
-        if isinstance(message, ipc_messages.DeltaBatch):
+    def _receive(self, message: ipc_messages_and_channel.Down, payload: bytes) -> Awaitable[None] | None:
+        if isinstance(message, ipc_messages_and_channel.DeltaBatch):
             return self.deliver_all(message.items)
         self._handle_message(message)
         return None
 
-    def _handle_message(self, message: ipc_messages.Down) -> None:
+    def _handle_message(self, message: ipc_messages_and_channel.Down) -> None:
         match message:
             case engine_messages.NeedMedia(id, index):
                 self.request_media(id, index)
-            case ipc_messages.RequestRouted(id, replica):
+            case ipc_messages_and_channel.RequestRouted(id, replica):
                 if id in self._sent:
                     self._sent[id].replica = replica
-            case ipc_messages.EngineStates(states, stats):
+            case ipc_messages_and_channel.EngineStates(states, stats):
                 for one, state, counters in zip(self.replicas, states, stats, strict=True):
                     one.state, one.stats = state, counters
-            case ipc_messages.ReplicaInfo():
+            case ipc_messages_and_channel.ReplicaInfo():
                 self._update_replica(message)
             case _:
                 self.commands[type(message)](message)
 
-    def _update_replica(self, known: ipc_messages.ReplicaInfo) -> None:
+    def _update_replica(self, known: ipc_messages_and_channel.ReplicaInfo) -> None:
         one = self.replicas[known.replica]
         one.plan = known.plan
         if known.info is not None and known.info != one.info:
@@ -126,7 +128,7 @@ class RemoteReplica:
         """Never called: the front process counts what engines do."""
         self.on_operation: list[Callable[[str, float], None]] = []
         self.on_info = link.on_info
-        self.state = ipc_messages.ReplicaState()
+        self.state = ipc_messages_and_channel.ReplicaState()
         self.stats = engine_messages.EngineStats()
         self.info: engine_messages.EngineInfo | None = None
         self.plan: engine_messages.GraphPlan | None = None

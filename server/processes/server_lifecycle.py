@@ -332,7 +332,7 @@ def list_routes(app: FastAPI) -> Iterator[tuple[str, str]]:
     """
     from fastapi import routing
 
-    from trencadis.server.http.app import WRONG_TASK
+    from trencadis.server.http.fastapi_app import WRONG_TASK
 
     walk: Callable[[Any], Iterator[Any]] = getattr(routing, "iter_route_contexts", iter)
     for route in walk(app.routes):

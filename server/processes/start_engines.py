@@ -16,8 +16,8 @@ from trencadis.core.cpu_affinity import computing_cpus
 from trencadis.core.devices import choose, likely
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.engine_launcher import EngineHandle, spawn_engine
-from trencadis.core.executor.rank_info import requested_threads
+from trencadis.core.executor.engine_process_launcher import EngineHandle, spawn_engine
+from trencadis.core.executor.rank_info_and_fingerprint import requested_threads
 from trencadis.core.links import rank_placement
 
 if TYPE_CHECKING:

@@ -14,17 +14,22 @@ from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonMapping
 from trencadis.core.output_constraints import Repetition, RepetitionDetectionParams, Rule, ThinkingBudget
 from trencadis.core.request import SamplingParams
-from trencadis.server.grammars import gbnf, grammar_writer
+from trencadis.server.grammars import gbnf, lark_grammar_and_tool_functions
 from trencadis.server.grammars.grammar_cache import GrammarCache
-from trencadis.server.grammars.grammar_writer import BETWEEN, GrammarWriter, ToolFunction, WhitespaceRule
 from trencadis.server.grammars.json_schema_normaliser import normalise_schema, parse_schema
+from trencadis.server.grammars.lark_grammar_and_tool_functions import (
+    BETWEEN,
+    GrammarWriter,
+    ToolFunction,
+    WhitespaceRule,
+)
 from trencadis.server.grammars.regex_translation import escaped, translate_regex
 from trencadis.server.grammars.response_format import LARGEST, RequestedFormat, find_requested_format
 from trencadis.server.grammars.structural_tags import TagReader
 from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
+from trencadis.server.prompts.prompt_builder import TextService
 from trencadis.server.prompts.sampling_params import MAX_WORDS
-from trencadis.server.prompts.text_service import TextService
 from trencadis.server.protocol.tool_definitions import get_named_function
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 from trencadis.server.tools.parser_registry import find_reasoning_format
@@ -61,7 +66,7 @@ def write_user_grammar(text: str, where: str, spaces: WhitespaceRule, writer: Gr
     return writer.add_grammar(
         gbnf.convert_to_lark(text, where)
         if gbnf.is_gbnf(text)
-        else grammar_writer.check_lark_grammar(text, where, spaces)
+        else lark_grammar_and_tool_functions.check_lark_grammar(text, where, spaces)
     )
 
 

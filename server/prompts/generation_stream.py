@@ -14,10 +14,10 @@ from typing import NamedTuple, Protocol, TypeVar
 from trencadis.core.errors import TrencadisError
 from trencadis.core.request import Delta, Request
 from trencadis.core.spec.predicted_text import PredictedText
-from trencadis.server.engine.engine_client import EngineClient, Pixels, RequestTiming
+from trencadis.server.engine.engine_client_and_request_timing import EngineClient, Pixels, RequestTiming
 from trencadis.server.prompts.output_processor import ChoiceStream, TextPiece
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
-from trencadis.server.prompts.text_service import TextService
+from trencadis.server.prompts.prompt_builder import TextService
 
 T = TypeVar("T")
 
@@ -220,7 +220,7 @@ async def merge_generations(generations: Sequence[Generation]) -> AsyncGenerator
             async for choice, piece in pieces:
                 yield PromptPiece(0, choice, piece)
         return
-    # Bounded: what a slow reader leaves is counted where deltas wait (``engine_client.Backlog``).
+    # Bounded: what a slow reader leaves is counted where deltas wait (``engine_client_and_request_timing.Backlog``).
     queue: asyncio.Queue[PromptPiece | BaseException | None] = asyncio.Queue(MAX_QUEUED)
 
     async def pump(index: int, generation: Generation) -> None:

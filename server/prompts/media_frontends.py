@@ -15,12 +15,12 @@ from trencadis.core.errors import StartupError
 from trencadis.core.host_memory import limited_budget
 from trencadis.multimodal.images.image_frontend import ImageFrontend, ImageLimits
 from trencadis.multimodal.images.processor_cache import ProcessorCache
-from trencadis.multimodal.media_options import server_options
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import server_options
 from trencadis.multimodal.sources.http_fetch import MAX_REDIRECTS
 from trencadis.multimodal.sources.media_loader import FETCH_TIMEOUT, MAX_MEDIA_BYTES, MediaLoader
 from trencadis.multimodal.videos.video_frontend import FETCH_TIMEOUT as VIDEO_TIMEOUT
 from trencadis.multimodal.videos.video_frontend import VideoFrontend, VideoLimits
-from trencadis.server.prompts.text_service import TextService
+from trencadis.server.prompts.prompt_builder import TextService
 
 if TYPE_CHECKING:
     from trencadis.multimodal.processor_interface import VideoProcessor

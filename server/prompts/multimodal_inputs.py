@@ -14,7 +14,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.checkpoint.model_registry import family_of, import_object
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.media_spans import MediaSpan
-from trencadis.multimodal.media_options import NO_SCOPE, MediaPart, MediaScope
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.media_timing_and_concurrency import gather_or_cancel
 
 if TYPE_CHECKING:

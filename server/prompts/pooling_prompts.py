@@ -21,12 +21,12 @@ from trencadis.core.checkpoint.pooling_description import ALL, EMBED, Pooling
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonMapping
 from trencadis.core.request import Request, SamplingParams
-from trencadis.multimodal.media_options import NO_SCOPE, MediaScope
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import NO_SCOPE, MediaScope
 from trencadis.server.prompts.generation_stream import Generation, merge_generations
 from trencadis.server.prompts.multimodal_inputs import make_token_positions
 from trencadis.server.prompts.prompt_and_chat_messages import PAIR_ROLES, Prompt
+from trencadis.server.prompts.prompt_builder import TextService
 from trencadis.server.prompts.sampling_params import check_prompt_length
-from trencadis.server.prompts.text_service import TextService
 from trencadis.server.protocol.pooler_output import Float32, Float64, Raw, read_raw_values
 from trencadis.server.protocol.pooling_params import PoolingParams
 

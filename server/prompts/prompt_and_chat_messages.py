@@ -19,7 +19,7 @@ from trencadis.core.errors import BadRequest, TrencadisError, attach_param
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.core.output_constraints import Rule
 from trencadis.core.request import Request, SamplingParams
-from trencadis.multimodal.media_options import MediaPart, part_options, part_uuid
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaPart, part_options, part_uuid
 from trencadis.multimodal.media_timing_and_concurrency import MediaTimes
 from trencadis.server.prompts.answer_reader import AnswerReader
 from trencadis.server.prompts.multimodal_inputs import (

@@ -16,12 +16,12 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.host_memory import limited_budget
 from trencadis.core.process.engine_messages import EngineStats
 from trencadis.server.config.server_config import ServerConfig
-from trencadis.server.engine.engine_client import EngineClient
+from trencadis.server.engine.engine_client_and_request_timing import EngineClient
 from trencadis.server.metrics.prometheus import PrometheusMetrics
-from trencadis.server.metrics.tracing import TraceQueue
-from trencadis.server.routes.other_api_processes import SharedProcessState
-from trencadis.server.tenants.admission import Admission, Bounds
+from trencadis.server.metrics.request_trace_queue import TraceQueue
+from trencadis.server.routes.shared_state_of_api_processes import SharedProcessState
 from trencadis.server.tenants.fair_queue import TenantFairQueue
+from trencadis.server.tenants.server_admission_and_byte_budgets import Admission, Bounds
 from trencadis.server.tenants.tenant_registry import TenantRegistry
 
 PIXEL_BYTES = 6

@@ -19,7 +19,7 @@ from trencadis.core import envs
 from trencadis.core.errors import BadRequest, TrencadisError
 from trencadis.core.flag_declaration import options
 from trencadis.core.json_types import Json, JsonObject
-from trencadis.server.engine.engine_client import EngineClient, get_replicas
+from trencadis.server.engine.engine_client_and_request_timing import EngineClient, get_replicas
 from trencadis.server.routes.serving_base import ServingState
 
 MASK = "****"

@@ -21,7 +21,7 @@ from trencadis.core.errors import Forbidden
 from trencadis.core.json_types import Json, JsonObject
 from trencadis.core.process.engine_messages import Phase
 from trencadis.core.startup_progress_and_warmup_pacing import Warming
-from trencadis.server.engine.engine_client import EngineClient, get_replicas
+from trencadis.server.engine.engine_client_and_request_timing import EngineClient, get_replicas
 from trencadis.server.metrics.bucket_metrics import describe_all_buckets
 from trencadis.server.protocol.base_request import Strict
 from trencadis.server.routes.serving_base import ServingState

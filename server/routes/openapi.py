@@ -33,7 +33,7 @@ from trencadis.server.protocol.base_request import (
     Strict,
     is_anthropic_path,
 )
-from trencadis.server.routes.auth import OPEN
+from trencadis.server.routes.api_keys_and_allowed_hosts import OPEN
 from trencadis.server.routes.json_io import COUNTS, MAX_TEMPLATE
 from trencadis.server.text.chat_template import ROLES
 

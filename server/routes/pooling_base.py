@@ -35,7 +35,7 @@ from trencadis.server.protocol.pooling_params import PoolingParams
 from trencadis.server.routes.json_io import WRITE, ChargedResponse, forget_body
 from trencadis.server.routes.serving_base import ServingState, make_request_id, mark_runs_model
 from trencadis.server.routes.sse import run_until_disconnect
-from trencadis.server.tenants.admission import Ticket
+from trencadis.server.tenants.server_admission_and_byte_budgets import Ticket
 
 Part = TypeVar("Part", str, bytes)
 INPUTS = ("messages", "input", "documents", "texts", "images", "inputs", "data_1")

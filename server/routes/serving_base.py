@@ -17,17 +17,17 @@ from starlette.responses import Response
 from trencadis.core.checkpoint.pooling_description import EMBED
 from trencadis.core.errors import BadRequest, Forbidden, NotFound, Unavailable
 from trencadis.core.request import AdapterRef, Request, SamplingParams
-from trencadis.multimodal.media_options import MediaScope
-from trencadis.server.engine.engine_client import RequestTiming, get_replicas
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaScope
+from trencadis.server.engine.engine_client_and_request_timing import RequestTiming, get_replicas
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.grammars.response_format import OPTIONS, RequestedFormat, find_requested_format
-from trencadis.server.metrics.request_record import RECORD, RequestRecord, log_received
+from trencadis.server.metrics.request_record_logs_and_metrics import RECORD, RequestRecord, log_received
 from trencadis.server.prompts.adapter_registry import AdapterRegistry
 from trencadis.server.prompts.answer_grammar import add_rule
 from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.generation_stream import Generation, wait_for_first
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt, render_prompt
-from trencadis.server.prompts.text_service import TextService
+from trencadis.server.prompts.prompt_builder import TextService
 from trencadis.server.protocol.base_request import (
     HARMLESS,
     Body,
@@ -36,11 +36,11 @@ from trencadis.server.protocol.base_request import (
     MediaRequest,
 )
 from trencadis.server.protocol.beam_search_fields import make_beam_rule
+from trencadis.server.routes.api_keys_and_allowed_hosts import UNSAFE
 from trencadis.server.routes.app_state import AppState
-from trencadis.server.routes.auth import UNSAFE
 from trencadis.server.routes.json_io import SlicedResponse, mark_prepared
 from trencadis.server.routes.sse import EventStream, PieceStream, StreamFormat, run_until_disconnect
-from trencadis.server.tenants.admission import AnswerBudget, Ticket
+from trencadis.server.tenants.server_admission_and_byte_budgets import AnswerBudget, Ticket
 from trencadis.server.tenants.tenant_registry import CURRENT, TenantAccount
 
 

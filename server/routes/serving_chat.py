@@ -41,7 +41,7 @@ from trencadis.server.routes.json_io import BodyRoute, forget_body, set_items
 from trencadis.server.routes.openai_output import make_chat_logprobs, make_message, make_prompt_table, make_usage
 from trencadis.server.routes.serving_base import ServingState, make_request_id, run_request
 from trencadis.server.routes.sse import CHAT_STREAM_FORMAT, PieceStream, StreamFormat
-from trencadis.server.tenants.admission import AnswerShape, Ticket
+from trencadis.server.tenants.server_admission_and_byte_budgets import AnswerShape, Ticket
 from trencadis.server.text.chat_template import Rendering
 
 NO_TOOL_PARSER = (

@@ -45,7 +45,7 @@ from trencadis.server.routes.sse import (
     make_number_mark,
     make_text_mark,
 )
-from trencadis.server.tenants.admission import AnswerShape, Ticket
+from trencadis.server.tenants.server_admission_and_byte_budgets import AnswerShape, Ticket
 from trencadis.server.text.off_event_loop import Check
 
 

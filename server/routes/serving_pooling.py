@@ -21,7 +21,7 @@ from starlette.responses import Response
 from trencadis.core.checkpoint.pooling_description import CLASSIFY, EMBED, Pooling
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
-from trencadis.multimodal.media_options import MediaScope
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaScope
 from trencadis.multimodal.media_timing_and_concurrency import gather_or_cancel
 from trencadis.server.prompts.pooling_prompts import get_input_prompt, read_input_prompts
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
@@ -59,7 +59,7 @@ from trencadis.server.routes.pooling_base import (
     write_item,
 )
 from trencadis.server.routes.serving_base import ServingState
-from trencadis.server.tenants.admission import Ticket
+from trencadis.server.tenants.server_admission_and_byte_budgets import Ticket
 from trencadis.server.text.off_event_loop import is_small
 
 

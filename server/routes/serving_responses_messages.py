@@ -49,7 +49,7 @@ from trencadis.server.routes.serving_base import (
 from trencadis.server.routes.serving_chat import RunningChat, make_prompt, prepare
 from trencadis.server.routes.serving_tokenization import run_with_ticket
 from trencadis.server.routes.sse import PieceStream, StreamFormat
-from trencadis.server.tenants.admission import Ticket
+from trencadis.server.tenants.server_admission_and_byte_budgets import Ticket
 from trencadis.server.text.off_event_loop import OffEventLoop, is_small
 
 _OFF_LOOP = OffEventLoop("dialect")

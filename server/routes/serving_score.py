@@ -17,7 +17,7 @@ from starlette.responses import Response
 from trencadis.core.checkpoint.pooling_description import EMBED
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json
-from trencadis.multimodal.media_options import MediaScope
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaScope
 from trencadis.multimodal.media_timing_and_concurrency import gather_or_cancel
 from trencadis.server.prompts.pooling_prompts import Content, Pair, check_scores, make_pair_prompt, read_content
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
@@ -45,7 +45,7 @@ from trencadis.server.routes.pooling_base import (
     run_prompts,
 )
 from trencadis.server.routes.serving_base import ServingState
-from trencadis.server.tenants.admission import Ticket
+from trencadis.server.tenants.server_admission_and_byte_budgets import Ticket
 
 AT_ONCE = 128
 """Pairs whose prompts are held in memory at a time: each holds a copy of the query."""

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.errors import BadRequest, NotFound
 from trencadis.core.json_types import JsonObject
-from trencadis.multimodal.media_options import MediaScope
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaScope
 from trencadis.server.prompts.prompt_and_chat_messages import Prompt
 from trencadis.server.protocol.models_and_tokenize import (
     DetokenizeRequest,
@@ -25,7 +25,7 @@ from trencadis.server.routes.json_io import BodyRoute
 from trencadis.server.routes.openai_output import list_image_details, list_video_details
 from trencadis.server.routes.serving_base import ServingState
 from trencadis.server.routes.sse import run_until_disconnect
-from trencadis.server.tenants.admission import Ticket
+from trencadis.server.tenants.server_admission_and_byte_budgets import Ticket
 from trencadis.server.text.off_event_loop import Check, OffEventLoop, no_check
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trencadis.core.errors import DeadlineExceeded, TrencadisError
-from trencadis.server.metrics.request_record import RequestRecord
+from trencadis.server.metrics.request_record_logs_and_metrics import RequestRecord
 from trencadis.server.prompts.generation_stream import ChoicePiece, Generation, StreamWriter
 from trencadis.server.prompts.output_processor import TextPiece
 from trencadis.server.protocol.base_request import ErrorResponse

@@ -10,9 +10,9 @@ from trencadis.core.cpu_affinity import available_cpus
 from trencadis.multimodal.decode_workers.worker_pool import MAX_WORKERS
 from trencadis.multimodal.images.processor_cache import CacheCounters
 from trencadis.server.config.model_download import find_adapter_folder
-from trencadis.server.engine.engine_client import BACKLOG, EngineClient
+from trencadis.server.engine.engine_client_and_request_timing import BACKLOG, EngineClient
 from trencadis.server.grammars.grammar_cache import GrammarCache
-from trencadis.server.metrics.process_and_tenant_collectors import (
+from trencadis.server.metrics.process_tenant_and_sleep_collectors import (
     LogCollector,
     ProcessesCollector,
     SleepCollector,
@@ -20,15 +20,15 @@ from trencadis.server.metrics.process_and_tenant_collectors import (
     TraceCollector,
 )
 from trencadis.server.metrics.prometheus import PrometheusMetrics
-from trencadis.server.metrics.tracing import TraceQueue
+from trencadis.server.metrics.request_trace_queue import TraceQueue
 from trencadis.server.prompts.adapter_registry import AdapterRegistry, change_adapters, parse_modules
 from trencadis.server.prompts.answer_reader import AnswerParsers
 from trencadis.server.prompts.multimodal_inputs import ImageSource
-from trencadis.server.prompts.text_service import TextService
+from trencadis.server.prompts.prompt_builder import TextService
 from trencadis.server.routes.app_state import HttpSettings
 from trencadis.server.routes.serving_base import ServingState
-from trencadis.server.tenants.admission import Admission, AnswerBudget
 from trencadis.server.tenants.fair_queue import TenantFairQueue
+from trencadis.server.tenants.server_admission_and_byte_budgets import Admission, AnswerBudget
 from trencadis.server.tenants.tenant_registry import TenantAccount, TenantRegistry
 from trencadis.server.text.off_event_loop import TemplateWorkers
 

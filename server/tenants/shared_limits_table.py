@@ -23,7 +23,7 @@ from typing import Final
 
 from trencadis.core.errors import Conflict
 from trencadis.multimodal.media_uuids import UUID_CONFLICT, UuidRegistry, name_digest
-from trencadis.server.tenants.admission import NAMES, Admission, Amounts, BodyBudget, Bounds
+from trencadis.server.tenants.server_admission_and_byte_budgets import NAMES, Admission, Amounts, BodyBudget, Bounds
 from trencadis.server.tenants.tenant_registry import RATES, KeyFileError, Tenant, TenantAccount
 
 HELD: Final = ("requests", "tokens", "pixels", "bodies", "connections", "turns")

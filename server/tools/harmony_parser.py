@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trencadis.server.grammars.grammar_writer import GrammarWriter, ToolFunction, quoted
+from trencadis.server.grammars.lark_grammar_and_tool_functions import GrammarWriter, ToolFunction, quoted
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 from trencadis.server.text.incremental_parser import Wait
 from trencadis.server.tools.reasoning_parser import AnswerContent, ReasoningContent, ReasoningFormat, ReasoningParser

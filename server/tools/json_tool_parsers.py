@@ -10,7 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from trencadis.server.grammars.grammar_writer import GrammarWriter, ToolFunction, make_list_rule, quoted
+from trencadis.server.grammars.lark_grammar_and_tool_functions import (
+    GrammarWriter,
+    ToolFunction,
+    make_list_rule,
+    quoted,
+)
 from trencadis.server.text.incremental_parser import Wait
 from trencadis.server.tools.tool_parser import ToolParser
 

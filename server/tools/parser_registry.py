@@ -8,8 +8,8 @@ import re
 from importlib.metadata import entry_points
 
 from trencadis.core.errors import StartupError
-from trencadis.core.renamed_plugin_api import find_old_members, find_successors
-from trencadis.server.tools.gemma4_parser import GEMMA4, Gemma4ToolParser
+from trencadis.core.renamed_plugin_api_error_hints import find_old_members, find_successors
+from trencadis.server.tools.gemma4_parser_and_call_grammar import GEMMA4, Gemma4ToolParser
 from trencadis.server.tools.harmony_parser import CHANNEL, HARMONY, HarmonyToolParser
 from trencadis.server.tools.json_tool_parsers import HermesToolParser, Llama3ToolParser, MistralToolParser
 from trencadis.server.tools.pythonic_tool_parser import Lfm2ToolParser, PythonicToolParser

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.grammars.grammar_writer import (
+from trencadis.server.grammars.lark_grammar_and_tool_functions import (
     GrammarWriter,
     ToolFunction,
     make_list_rule,

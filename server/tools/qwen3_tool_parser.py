@@ -11,7 +11,13 @@ from collections.abc import Mapping
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonMapping
-from trencadis.server.grammars.grammar_writer import ANY, GrammarWriter, ToolFunction, ToolParameter, quoted
+from trencadis.server.grammars.lark_grammar_and_tool_functions import (
+    ANY,
+    GrammarWriter,
+    ToolFunction,
+    ToolParameter,
+    quoted,
+)
 from trencadis.server.grammars.regex_translation import escaped
 from trencadis.server.text.incremental_parser import Wait
 from trencadis.server.tools.json_tool_parsers import CLOSE, OPEN

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import JsonMapping
-from trencadis.server.grammars.grammar_writer import BETWEEN, GrammarWriter, ToolFunction
+from trencadis.server.grammars.lark_grammar_and_tool_functions import BETWEEN, GrammarWriter, ToolFunction
 from trencadis.server.protocol.tool_definitions import NAME
 from trencadis.server.text.incremental_parser import IncrementalParser, Wait
 

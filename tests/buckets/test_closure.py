@@ -12,7 +12,7 @@ import pytest
 
 from tests.traffic.launch_lines import GUIDE, LINES, MODELS, model_of, plan_of
 from trencadis.backends.hpu.shape_policy import SERVING
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.shapes.bucket_options import BucketOptions, read_bucket_options
 from trencadis.core.shapes.bucket_planner import make_plan

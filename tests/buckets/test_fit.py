@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trencadis.core.bucket_plan import Plan, escape
+from trencadis.core.bucket_lookup import Plan, escape
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Bucket, Stage
 from trencadis.core.device_shape_policy import Policy
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs, reset_inputs, text_inputs
 from trencadis.core.launches.launch_splitter import split_step
 from trencadis.core.shapes.bucket_options import vision_boundaries
 from trencadis.core.step import PENDING, Bias, Encode, ImageRows, Reset, Row, Sample, Step
-from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import PATCH_VALUES
 
 POLICY = Policy(
     axes={

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.traces.generate import TRACES
 from tests.traffic.launch_lines import GUIDE, LINES, model_of, plan_of
 from trencadis.backends.hpu.shape_policy import SERVING
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.engine.bucket_search_process import HEDGE
 from trencadis.core.errors import StartupError

@@ -15,12 +15,12 @@ import pytest
 
 from tests.traffic.launch_lines import GUIDE, model_of
 from trencadis.backends.hpu.shape_policy import SERVING
-from trencadis.core import graph_plan_report
-from trencadis.core.bucket_plan import Plan
+from trencadis.core import graph_and_bucket_learning_report
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import LORA, Bucket, Stage
 from trencadis.core.engine import bucket_learning, bucket_search_process
 from trencadis.core.engine.bucket_learning import OBSERVE, ON, BucketLearning, LearningSettings, PlanAccess
-from trencadis.core.engine.request_trace import RequestTrace
+from trencadis.core.engine.workload_trace_writer import RequestTrace
 from trencadis.core.errors import StartupError
 from trencadis.core.graphs.graph_manager import LaunchTimer
 from trencadis.core.media_spans import MediaSpan
@@ -170,11 +170,11 @@ def test_a_change_needs_a_certain_gain() -> None:
     def costs(*gains: float) -> list[PlanCosts]:
         return [PlanCosts(100 - 100 * g, 100, 110) for g in gains]
 
-    assert judge(costs(0.05, 0.06, 0.05, 0.07)) == graph_plan_report.PUBLISHED
-    assert judge(costs(0.02, 0.03, 0.02, 0.03)) == graph_plan_report.SMALL
-    assert judge(costs(0.9, -0.5, -0.3, 0.1)) == graph_plan_report.UNSTEADY
-    assert judge([PlanCosts(90, 100, 80)] * 4) == graph_plan_report.WORSE
-    assert judge([]) == graph_plan_report.SMALL
+    assert judge(costs(0.05, 0.06, 0.05, 0.07)) == graph_and_bucket_learning_report.PUBLISHED
+    assert judge(costs(0.02, 0.03, 0.02, 0.03)) == graph_and_bucket_learning_report.SMALL
+    assert judge(costs(0.9, -0.5, -0.3, 0.1)) == graph_and_bucket_learning_report.UNSTEADY
+    assert judge([PlanCosts(90, 100, 80)] * 4) == graph_and_bucket_learning_report.WORSE
+    assert judge([]) == graph_and_bucket_learning_report.SMALL
 
 
 def test_changes_are_rare() -> None:
@@ -212,17 +212,17 @@ def test_a_proposal_is_judged_by_later_traffic(plan: Plan, mode: str, monkeypatc
     clock = Clock()
     learning = learning_of(plan, mode, clock)
     feed(learning, clock, 70.0, 5)
-    assert learning.history[-1].outcome == graph_plan_report.PROPOSED and learning.pending is None
+    assert learning.history[-1].outcome == graph_and_bucket_learning_report.PROPOSED and learning.pending is None
     assert learning.report().proposal is not None and learning.report().steps > 100
     feed(learning, clock, PERIODS * PERIOD_SECONDS + 5, 5)
     assert learning._gain > 0
     assert (learning.pending is not None) == (mode == ON)
     if mode == ON:
         return
-    shown, proposed = learning.report().proposal, learning.outcomes[graph_plan_report.PROPOSED]
+    shown, proposed = learning.report().proposal, learning.outcomes[graph_and_bucket_learning_report.PROPOSED]
     assert shown is not None and shown.gain > 0, "a proposal that pays is shown, and shapes are searched again"
     feed(learning, clock, 400.0, 11)
-    assert learning.outcomes[graph_plan_report.PROPOSED] == proposed + 1
+    assert learning.outcomes[graph_and_bucket_learning_report.PROPOSED] == proposed + 1
 
 
 def test_a_search_without_needs_is_answered(plan: Plan) -> None:
@@ -304,7 +304,9 @@ def test_tasks_and_answers_survive_json(plan: Plan) -> None:
         )
 
 
-@pytest.mark.parametrize(("factor", "outcome"), [(1.0, ""), (1.02, ""), (1.12, graph_plan_report.REVERTED)])
+@pytest.mark.parametrize(
+    ("factor", "outcome"), [(1.0, ""), (1.02, ""), (1.12, graph_and_bucket_learning_report.REVERTED)]
+)
 def test_a_change_that_does_not_pay_is_taken_back(plan: Plan, factor: float, outcome: str) -> None:
     """After 1,000 launches; then no change begins for a day."""
     clock, rng = Clock(), random.Random(5)
@@ -332,7 +334,7 @@ def test_a_change_that_does_not_pay_is_taken_back(plan: Plan, factor: float, out
     launch(1, 1.0)
     assert learning.pending is not None
     change(learning, rank)
-    assert learning.history[-1].outcome == graph_plan_report.PUBLISHED
+    assert learning.history[-1].outcome == graph_and_bucket_learning_report.PUBLISHED
     launch(40, factor)
     assert learning.pending is None, "too few launches"
     launch(40, factor)
@@ -341,7 +343,7 @@ def test_a_change_that_does_not_pay_is_taken_back(plan: Plan, factor: float, out
         assert set(learning.pending.buckets) == set(plan.buckets)
         change(learning, rank)
         assert learning.history[-1].outcome == outcome and rank.plan.version == 3
-        assert learning.rate.refuses(clock.now + 80_000.0) == graph_plan_report.HELD
+        assert learning.rate.refuses(clock.now + 80_000.0) == graph_and_bucket_learning_report.HELD
         assert not learning.rate.refuses(clock.now + 90_000.0)
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.traffic.launch_lines import plan_of
 from trencadis.backends.cuda.shape_policy import SERVING as CUDA
 from trencadis.backends.hpu.shape_policy import SERVING
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.launches.host_inputs import text_inputs
 from trencadis.core.launches.launch_splitter import Launch, part_of, sample_bucket, score_rows, split_step

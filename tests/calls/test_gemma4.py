@@ -18,7 +18,7 @@ from tests.traffic.written_calls import SCHEMAS, pieces
 from trencadis.core.errors import BadRequest
 from trencadis.server.prompts.answer_grammar import AnswerOutline, RequestedCalls
 from trencadis.server.prompts.answer_reader import AnswerParsers, AnswerReader
-from trencadis.server.tools.gemma4_parser import GEMMA4, Gemma4ReasoningParser, Gemma4ToolParser
+from trencadis.server.tools.gemma4_parser_and_call_grammar import GEMMA4, Gemma4ReasoningParser, Gemma4ToolParser
 from trencadis.server.tools.parser_registry import find_reasoning_format, find_tool_parser
 
 SOURCE = (Path(__file__).resolve().parents[2] / "examples" / "templates" / "gemma4.jinja").read_text(encoding="utf-8")

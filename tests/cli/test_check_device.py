@@ -13,8 +13,8 @@ import pytest
 from tests.stubs.gaudi_container import PUBLISHED, put_cards
 from trencadis.backends import cuda, hpu
 from trencadis.backends.cuda import visible_devices
-from trencadis.backends.hpu.start import bridge_loader, gaudi_detection
-from trencadis.backends.hpu.start.gaudi_detection import Stack
+from trencadis.backends.hpu.start import bridge_loader, gaudi_card_and_plugin_detection
+from trencadis.backends.hpu.start.gaudi_card_and_plugin_detection import Stack
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import check_device, main
@@ -109,7 +109,7 @@ def test_a_stack_that_cannot_start_is_one_line_and_2(
     monkeypatch.setenv("TRENCADIS_MACHINE_ROOT", str(tmp_path))
     for built, says in (("2.11.0", "was built for torch 2.11.0"), ("2.13.0", "card 3 is")):
         found = Stack(PUBLISHED["2.13.0+cpu"], "2.13.0+cpu", built, True)
-        monkeypatch.setattr(gaudi_detection, "find_stack", lambda found=found: found)
+        monkeypatch.setattr(gaudi_card_and_plugin_detection, "find_stack", lambda found=found: found)
         assert main.main(["check-hpu", "3"]) == 2
         said = capsys.readouterr().out
         assert says in said and said.endswith("hpu:3: 0 passed, 1 failed\n")

@@ -18,7 +18,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.process import log_setup
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.scheduling.step_builder import log_launches
+from trencadis.core.scheduling.step_builder_and_adapter_slots import log_launches
 from trencadis.core.step_output import StepStats
 from trencadis.server.config.model_download import resolve
 from trencadis.server.config.server_config import ServerConfig

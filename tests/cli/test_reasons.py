@@ -18,7 +18,7 @@ from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.engine_config import EngineConfig
 from trencadis.server.config import ignored_and_refused_vllm_env
-from trencadis.server.config.vllm_flag_row import ABSENT
+from trencadis.server.config.vllm_flag_row_and_value_conversion import ABSENT
 from trencadis.server.config.vllm_flag_table import EVERY, ROWS
 
 MODEL_TYPES = {"mixtral": "mixtral", "qwen3_moe": "qwen3_moe", "mistral": "mistral", "gemma3": "gemma3_text"}

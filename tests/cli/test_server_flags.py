@@ -19,7 +19,7 @@ from trencadis.server.cli import serve
 from trencadis.server.config import model_download
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.config.server_config import ServerConfig
-from trencadis.server.grammars.grammar_writer import WhitespaceRule
+from trencadis.server.grammars.lark_grammar_and_tool_functions import WhitespaceRule
 from trencadis.server.grammars.response_format import find_requested_format
 from trencadis.server.processes.build_app import make_media_rules
 from trencadis.server.prompts.answer_grammar import AnswerOutline, RequestedCalls

@@ -17,10 +17,10 @@ import pytest
 from tests.fakes.command_line import from_command_line
 from trencadis.core.errors import StartupError
 from trencadis.server.config import flag_reference_pages, help_text
-from trencadis.server.config import vllm_flag_row as rows
+from trencadis.server.config import vllm_flag_row_and_value_conversion as rows
 from trencadis.server.config.flag_table_and_lookup import LISTS, WHOLE, Flag, find_flag, get_flag_table
 from trencadis.server.config.resolve_settings import Settings
-from trencadis.server.config.vllm_flag_row import FlagRow
+from trencadis.server.config.vllm_flag_row_and_value_conversion import FlagRow
 from trencadis.server.config.vllm_flag_table import EVERY, ROWS
 
 HERE = Path(__file__).parent

@@ -13,7 +13,7 @@ from trencadis.backends.conformance.backend_under_test import CheckTarget, make_
 from trencadis.backends.conformance.check_result import CheckFailed, Report, Result, line
 from trencadis.core.device.backend import Backend, BackendConfig
 from trencadis.core.errors import StartupError
-from trencadis.server.cli import check_backend_and_model_commands
+from trencadis.server.cli import check_backend_and_compare_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEMO = Path(demo_path())
@@ -76,8 +76,8 @@ def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
         (["cpu", "--policy", "none"], "no policy 'none'"),
     ):
         with pytest.raises(StartupError, match=says):
-            check_backend_and_model_commands.main(words)
-    assert check_backend_and_model_commands.main(["--help"]) == 0
+            check_backend_and_compare_model.main(words)
+    assert check_backend_and_compare_model.main(["--help"]) == 0
     assert "--quick" in capsys.readouterr().out
 
 
@@ -86,11 +86,11 @@ def test_exit_code_and_json(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         """Fails."""
         raise CheckFailed("as it must")
 
-    assert check_backend_and_model_commands.main(["cpu", "--quick", "--only", "op.silu_mul,op.reset", "--json"]) == 0
+    assert check_backend_and_compare_model.main(["cpu", "--quick", "--only", "op.silu_mul,op.reset", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["passed"] and [r["name"] for r in report["results"]] == ["op.silu_mul", "op.reset"]
     monkeypatch.setitem(check_suite.CHECKS, "op.silu_mul", broken)
-    assert check_backend_and_model_commands.main(["cpu", "--quick", "--only", "op.silu_mul"]) == 1
+    assert check_backend_and_compare_model.main(["cpu", "--quick", "--only", "op.silu_mul"]) == 1
     assert "fail  op.silu_mul" in capsys.readouterr().out
 
 

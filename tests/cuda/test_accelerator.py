@@ -15,8 +15,8 @@ from tests.fakes import cuda as fake_cuda
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.backends import cuda
-from trencadis.backends.cuda.kernels import torch_device_module
-from trencadis.backends.cuda.kernels.torch_device_module import Accelerator
+from trencadis.backends.cuda.kernels import gpu_platform
+from trencadis.backends.cuda.kernels.gpu_platform import Accelerator
 from trencadis.core import devices
 from trencadis.core.device.backend import Backend, BackendConfig
 
@@ -54,7 +54,7 @@ pick_policy, pick_dtype = cuda.pick_policy, cuda.pick_dtype
 @pytest.fixture(autouse=True)
 def nvidia() -> Iterator[None]:
     yield
-    torch_device_module.use(Accelerator())
+    gpu_platform.use(Accelerator())
 
 
 class Forbidden(ModuleType):
@@ -93,7 +93,7 @@ def books(monkeypatch: pytest.MonkeyPatch) -> fake_cuda.PoolAccounting:
 
 
 def test_a_runtime_of_another_card_captures_and_replays(books: fake_cuda.PoolAccounting) -> None:
-    torch_device_module.use(Xpu())
+    gpu_platform.use(Xpu())
     runtime: Any = cuda.runtime_of(torch.device("xpu"))
     assert runtime.label == "xpu (another card)" and runtime.processors == 512 and runtime.device.type == "xpu"
     assert (runtime.memory.free(), runtime.memory.total()) == (3, 4)

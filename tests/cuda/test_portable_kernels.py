@@ -17,9 +17,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from triton import knobs
 
-from trencadis.backends.cuda.kernels import quantised_linear, tile_sizes, torch_device_module
+from trencadis.backends.cuda.kernels import gpu_platform, quantised_linear, tile_sizes
+from trencadis.backends.cuda.kernels.gpu_platform import Accelerator
 from trencadis.backends.cuda.kernels.layers import dependent_launch
-from trencadis.backends.cuda.kernels.torch_device_module import Accelerator
 from trencadis.backends.cuda.weights.quantised_weight import E4M3
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,8 +29,8 @@ import sys
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
-from trencadis.backends.cuda.kernels import torch_device_module
-from trencadis.backends.cuda.kernels.torch_device_module import Accelerator
+from trencadis.backends.cuda.kernels import gpu_platform
+from trencadis.backends.cuda.kernels.gpu_platform import Accelerator
 from tools.kernel_cases import CASES
 from tools.kernel_resources import record
 
@@ -48,7 +48,7 @@ def lower(launch):
     functions = backend.get_codegen_implementation(options)
     return str(source.make_ir(target, options, functions, backend.get_module_map(), context))
 
-torch_device_module.use({"xpu": Xpu, "cuda": Accelerator}[sys.argv[1]]())
+gpu_platform.use({"xpu": Xpu, "cuda": Accelerator}[sys.argv[1]]())
 seen = {}
 for group in sys.argv[2:]:
     for case, run in CASES[group](90):
@@ -91,7 +91,7 @@ def test_other_cards_are_never_asked_for_ptx(accelerator: type[Accelerator], mon
     """Whatever number a package gives its cards as their architecture."""
     monkeypatch.setattr(knobs.runtime, "interpret", False)
     monkeypatch.setattr(tile_sizes, "arch_of", lambda device: 100)
-    monkeypatch.setattr(torch_device_module._Chosen, "accelerator", accelerator())
+    monkeypatch.setattr(gpu_platform._Chosen, "accelerator", accelerator())
     weight: Any = SimpleNamespace(kind=E4M3)
     asked = (
         quantised_linear.is_packed(torch.bfloat16), quantised_linear.converts(weight, torch.device("cpu")),

@@ -20,7 +20,7 @@ from tests.tenants.test_tenant_routes import key_file
 from tests.traffic.tool_templates import HERMES, THINKING
 from trencadis.core.errors import TooLarge
 from trencadis.server.protocol.json_body_limits import BodyLimits, BodyScan
-from trencadis.server.tenants.admission import Bounds
+from trencadis.server.tenants.server_admission_and_byte_budgets import Bounds
 
 USER = {"role": "user", "content": "a"}
 FUNCTION = {"type": "function", "name": "f"}

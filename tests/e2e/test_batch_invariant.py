@@ -15,7 +15,7 @@ from tests.oracles.transformers_model import conversation
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.backends.cpu.batch_invariant import InvariantOps
-from trencadis.backends.cpu.native.kernel_table import EMULATED, VARIABLE
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import EMULATED, VARIABLE
 from trencadis.core.errors import StartupError
 
 LENGTH = 8

@@ -11,7 +11,7 @@ import torch
 
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.host_padding import empty_inputs
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.graphs.graph_manager import KEPT, GraphManager

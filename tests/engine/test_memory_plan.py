@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.cache_plan import ARENA_ROWS, KV_CAP, CacheOptions, block_bytes, plan_cpu, weights_bytes
-from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig as VisionConfig
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import Qwen25VisionConfig as VisionConfig
 
 TEXT = TextConfig(896, 24, 14, 2, 64, 4864, 151936, 1e-6, 1e6, 32768, True, True, (8, 12, 12))
 VISION = VisionConfig(8, 1280, 16, 3420, 896, (3, 7))

@@ -13,7 +13,7 @@ from PIL import Image
 
 from trencadis import LLM, SamplingParams
 from trencadis.backends.hpu.shape_policy import RULES, SERVING
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device_shape_policy import AxisRule
 from trencadis.core.launches import model_runner

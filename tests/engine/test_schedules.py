@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.scheduling.step_builder import cached_blocks
+from trencadis.core.scheduling.step_builder_and_adapter_slots import cached_blocks
 
 
 def random_request(rng: random.Random, number: int, length: int, images: int, prefixes: list[list[int]]) -> Request:

@@ -13,7 +13,7 @@ from trencadis.core.cpu_affinity import available_cpus, computing_cpus
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.executor.engine_launcher import make_child_config, make_child_environment
+from trencadis.core.executor.engine_process_launcher import make_child_config, make_child_environment
 
 
 @pytest.fixture(autouse=True)

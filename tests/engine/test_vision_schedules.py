@@ -15,7 +15,7 @@ from trencadis.core.launches.launch_splitter import split_step
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.step import Step
-from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import PATCH_VALUES
 
 PLAN = cache(default_plan)
 PIXELS = np.zeros((0, PATCH_VALUES), np.uint8)

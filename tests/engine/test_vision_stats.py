@@ -16,7 +16,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import Delta, Request, RequestStats, SamplingParams
 from trencadis.multimodal.patch_packing import count_slots
-from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import PATCH_VALUES
 
 FLAGS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256,

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from trencadis.core.errors import from_status
 from trencadis.core.request import Request, SamplingParams
 from trencadis.server.http.request_middleware import RequestMiddleware
-from trencadis.server.routes.auth import Keys
+from trencadis.server.routes.api_keys_and_allowed_hosts import Keys
 from trencadis.server.routes.sse import EventStream
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import ProgramState
 from trencadis.core.device_shape_policy import Policy
-from trencadis.core.graphs.graph_capture import CaptureJournal, GraphCaptures
+from trencadis.core.graphs.graph_capture_within_memory_budget import CaptureJournal, GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.memory.graph_selection import GraphPrice
 from trencadis.core.memory.memory_division import GraphSettings, MemoryInUse, divide_memory

@@ -16,8 +16,8 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.device.backend import BackendConfig, SamplerState
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.launch_inputs import StepInputs
-from trencadis.core.launches.persistent_tensors import kv_cache, recurrent_states
-from trencadis.core.models.interface import Persistent
+from trencadis.core.launches.kv_cache_and_state_allocation import kv_cache, recurrent_states
+from trencadis.core.models.model_and_ops_api import Persistent
 from trencadis.core.models.model_loader import load_model
 
 BLOCK, BLOCKS, ARENA = 4, 64, 512

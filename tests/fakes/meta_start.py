@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.card_profiles import Profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import Profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.habana_bridge import Bridge
@@ -20,10 +20,10 @@ from trencadis.core.engine.device_startup import DeviceStart
 from trencadis.core.engine.startup_plan import DryRun, StartupPlan
 from trencadis.core.engine.startup_plan import PlannedDevice as Paper
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.graphs.graph_capture import GraphCaptures
+from trencadis.core.graphs.graph_capture_within_memory_budget import GraphCaptures
 from trencadis.core.graphs.graph_reporter import GraphReporter
 from trencadis.core.launches.model_runner import ModelRunner
-from trencadis.core.memory import graph_measurements
+from trencadis.core.memory import graph_measurement_cache
 from trencadis.core.memory.cache_plan import CachePlan
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.shape_limits import ShapeLimits
@@ -96,10 +96,10 @@ def run(
 
 def on_paper(model: ModelConfig, config: EngineConfig, images: ImageNeeds, total: int, ranks: int = 1) -> StartupPlan:
     """What ``trencadis plan`` computes, with the measurements of an earlier start where there are some."""
-    key = graph_measurements.MeasurementKey(
-        graph_measurements.fingerprint(model), "hpu (emulated)", "16 bit", ranks, 128
+    key = graph_measurement_cache.MeasurementKey(
+        graph_measurement_cache.fingerprint(model), "hpu (emulated)", "16 bit", ranks, 128
     )
-    known = graph_measurements.load(key, graph_measurements.folder())
+    known = graph_measurement_cache.load(key, graph_measurement_cache.folder())
     return DryRun(
         config, model, SERVING, BucketOptions(), images, Paper("hpu", total, 0, ranks, 2), known
     ).plan_startup()

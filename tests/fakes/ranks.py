@@ -11,7 +11,7 @@ import numpy as np
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import rank_messages
-from trencadis.core.executor.rank_info import RankInfo
+from trencadis.core.executor.rank_info_and_fingerprint import RankInfo
 from trencadis.core.request import AdapterRef
 from trencadis.core.startup_progress_and_warmup_pacing import Progress, Warming
 from trencadis.core.step import AdapterUpload, Bias, Draw, Encode, ImageRows, Reset, Row, Sample, Step

@@ -24,7 +24,7 @@ from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.buckets import Bucket
 from trencadis.core.device.backend import BackendConfig, OutOfDeviceMemory, ProgramState
 from trencadis.core.device_shape_policy import InputSizes
-from trencadis.core.memory.graph_measurements import bucket_of
+from trencadis.core.memory.graph_measurement_cache import bucket_of
 from trencadis.core.vision_config import SlotForm
 
 __all__ = ["Record", "RecordedBackend", "Records", "config_of"]

@@ -23,18 +23,18 @@ from trencadis.core.process.engine_messages import Add, EngineInfo, EngineStats,
 from trencadis.core.request import Delta, Request, RequestStats, SamplingParams, TokenLogprob
 from trencadis.multimodal.decode_workers.worker_pool import WorkerPool
 from trencadis.multimodal.images.processor_cache import ProcessorCache
-from trencadis.multimodal.media_options import MediaPart, MediaScope
-from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig as VisionConfig
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaPart, MediaScope
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import Qwen25VisionConfig as VisionConfig
 from trencadis.server.config.server_config import ServerConfig
-from trencadis.server.engine.engine_client import DeltaCallback
+from trencadis.server.engine.engine_client_and_request_timing import DeltaCallback
 from trencadis.server.grammars.grammar_cache import JOBS
-from trencadis.server.http.app import create_app
+from trencadis.server.http.fastapi_app import create_app
 from trencadis.server.prompts.multimodal_inputs import ExpandedPrompt, find_media_positions
+from trencadis.server.prompts.prompt_builder import TextService
 from trencadis.server.prompts.sampling_params import RequestLimits, SamplingDefaults
-from trencadis.server.prompts.text_service import TextService
 from trencadis.server.routes.app_state import HttpSettings
 from trencadis.server.routes.state_builder import make_state
-from trencadis.server.tenants.admission import Bounds
+from trencadis.server.tenants.server_admission_and_byte_budgets import Bounds
 from trencadis.server.text.chat_template import ChatTemplate
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trencadis.core.engine.engine_builder import OpenedRank, rank_of
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.executor.rank_info import RankInfo
+from trencadis.core.executor.rank_info_and_fingerprint import RankInfo
 from trencadis.core.startup_progress_and_warmup_pacing import Progress
 
 

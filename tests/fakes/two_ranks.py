@@ -19,20 +19,20 @@ from trencadis.backends.hpu.emulator.injected_faults import parse
 from trencadis.backends.hpu.hccl_comm import HpuComm
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.shape_policy import policy
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.graphs.graph_capture import GraphCaptures
+from trencadis.core.graphs.graph_capture_within_memory_budget import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager, GraphObserver
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import host_inputs as host
-from trencadis.core.launches.persistent_tensors import allocate_persistent
+from trencadis.core.launches.kv_cache_and_state_allocation import allocate_persistent
 from trencadis.core.memory.graph_selection import GraphPrice
 from trencadis.core.memory.memory_division import GraphSettings, MemoryInUse, divide_memory
 from trencadis.core.models import model_loader
 from trencadis.core.step import Encode, ImageRows, Row, Sample
-from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import PATCH_VALUES
 
 BUCKETS = (
     Bucket(Stage.FRESH, (2, 64)), Bucket(Stage.DECODE, (2, 8)), Bucket(Stage.VISION, (256,)),

@@ -15,7 +15,7 @@ import pytest
 from trencadis.core import devices
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.errors import StartupError
-from trencadis.core.renamed_plugin_api import MEMBERS, MODULES, MOVED, NAMES, find_successors
+from trencadis.core.renamed_plugin_api_error_hints import MEMBERS, MODULES, MOVED, NAMES, find_successors
 from trencadis.server.tools import parser_registry
 
 PLUGIN = "plugin_of_before"
@@ -74,7 +74,7 @@ def test_every_name_and_member_has_a_successor_in_the_source() -> None:
         ),
         (
             "from trencadis.core.buckets import Plan, Stage",
-            "trencadis.core.buckets.Plan is called trencadis.core.bucket_plan.Plan now",
+            "trencadis.core.buckets.Plan is called trencadis.core.bucket_lookup.Plan now",
         ),
         (
             "from trencadis.core.step import Step, StepInputs",

@@ -23,7 +23,7 @@ from trencadis.core.device.backend import BackendConfig
 from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.memory.weight_bytes import weight_notes
 from trencadis.core.models.model_loader import load_model
-from trencadis.core.quant.quantisation_scheme import CODES, FLOATS8, ROWS8
+from trencadis.core.quant.quantised_weight_layout_and_bytes import CODES, FLOATS8, ROWS8
 
 pytestmark = pytest.mark.part("quantised")
 

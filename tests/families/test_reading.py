@@ -22,7 +22,7 @@ from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.checkpoint.rope_config import YarnScaling
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.server.prompts.text_service import TextService
+from trencadis.server.prompts.prompt_builder import TextService
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 BOS = "<|endoftext|>"

@@ -21,10 +21,10 @@ from tests.fakes.text_checkpoint import write_text_checkpoint
 from tests.health.test_sleep import FACTORY, until
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import Unavailable
-from trencadis.core.executor.engine_launcher import spawn_engine
+from trencadis.core.executor.engine_process_launcher import spawn_engine
 from trencadis.core.request import Request, SamplingParams
 from trencadis.server.config.server_config import ServerConfig
-from trencadis.server.http.app import create_app
+from trencadis.server.http.fastapi_app import create_app
 from trencadis.server.processes.multi_engine_client import Fleet
 from trencadis.server.processes.start_engines import divide_resources
 from trencadis.server.routes.app_state import HttpSettings

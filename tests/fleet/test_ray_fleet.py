@@ -17,12 +17,12 @@ from tests.fakes.command_line import from_command_line
 from trencadis.core.devices import CARD_VARIABLES
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor import ray_broker_process, ray_cluster, ray_engines
-from trencadis.core.executor import ray_engine_placement as on_node
-from trencadis.core.executor.engine_launcher import EngineHandle
-from trencadis.core.executor.rank_info import compute_rank_fingerprint
-from trencadis.core.executor.ray_cluster import ClusterNode, assign_engine_nodes
-from trencadis.core.executor.ray_engine_placement import EngineActor, EnginePlacement
+from trencadis.core.executor import ray_access_and_node_placement, ray_broker_process, ray_engines
+from trencadis.core.executor import ray_engine_actors as on_node
+from trencadis.core.executor.engine_process_launcher import EngineHandle
+from trencadis.core.executor.rank_info_and_fingerprint import compute_rank_fingerprint
+from trencadis.core.executor.ray_access_and_node_placement import ClusterNode, assign_engine_nodes
+from trencadis.core.executor.ray_engine_actors import EngineActor, EnginePlacement
 from trencadis.core.process import engine_messages
 from trencadis.server.processes import start_engines as starting
 from trencadis.server.processes.start_engines import divide_resources_over_nodes, start_engines
@@ -128,7 +128,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
         "create_engine_group": lambda *a: "group", "create_actor_in_bundle": made.taking,
         "create_actor_on_node": made.beside, "remove_group": removed,
     }.items():  # fmt: skip
-        monkeypatch.setattr(ray_cluster, name, stand_in)
+        monkeypatch.setattr(ray_access_and_node_placement, name, stand_in)
     yield made
     for engine in made.engines:
         engine.kill()
@@ -259,7 +259,7 @@ def led(ray: Ray, **options: Any) -> list[EngineHandle]:
 def test_an_engine_goes_where_its_first_rank_has_a_card_and_its_successor_where_there_is_one_then(
     ray: Ray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RAY_ADDRESS", ray_cluster.OWN_NODE, *CARD_VARIABLES):
+    for name in ("RAY_ADDRESS", ray_access_and_node_placement.OWN_NODE, *CARD_VARIABLES):
         monkeypatch.setenv(name, "")
     ray.nodes += [ClusterNode("b", "127.0.0.1", 1, 1)]
     (first,) = led(ray)
@@ -267,7 +267,7 @@ def test_an_engine_goes_where_its_first_rank_has_a_card_and_its_successor_where_
     first.sock.sendall(b"a step")
     assert exactly(first.sock, 6) == b"a step"
     assert [a.node for a in ray.actors] == ["a"] and ray.engines[0].config.pipeline_parallel_size == 2
-    assert (os.environ[ray_cluster.OWN_NODE], os.environ["RAY_ADDRESS"]) == ("a", "127.0.0.1:6379")
+    assert (os.environ[ray_access_and_node_placement.OWN_NODE], os.environ["RAY_ADDRESS"]) == ("a", "127.0.0.1:6379")
     assert not any(name in os.environ for name in CARD_VARIABLES), "a card that was hidden stays so"
     ray.nodes[1:] = [ClusterNode("b", "127.0.0.1", 1, 1), ClusterNode("c", "127.0.0.1", 1, 1)]
     first.kill()

@@ -24,7 +24,7 @@ from tests.random_inputs.masked_answers import (
 from trencadis import LLM, SamplingParams, StructuredOutputsParams
 from trencadis.core.token_masks.matcher_manager import ChoiceEnds, ChoiceMasks
 from trencadis.core.token_masks.token_rule_matchers import AllowedIds, BadWords, bits
-from trencadis.server.grammars.grammar_writer import WhitespaceRule
+from trencadis.server.grammars.lark_grammar_and_tool_functions import WhitespaceRule
 from trencadis.server.grammars.response_format import RequestedFormat
 
 MODES = {"greedy": True, "sampled": False}

@@ -14,8 +14,8 @@ import pytest
 from tests.fakes.scripted_app import trials
 from tests.random_inputs.grammar_draws import GrammarDraws
 from trencadis.core.errors import BadRequest
+from trencadis.core.token_masks.grammar_tokenizer_and_vocabulary import Vocabulary
 from trencadis.core.token_masks.grammar_trial import SHOWN, shorten_message
-from trencadis.core.token_masks.grammar_vocabulary import Vocabulary
 from trencadis.server.grammars.grammar_cache import GrammarCache
 from trencadis.server.grammars.response_format import RequestedFormat, find_requested_format
 from trencadis.server.prompts.answer_grammar import AnswerOutline

@@ -14,8 +14,8 @@ from tests.random_inputs.grammar_draws import GrammarDraws, in_order, written_js
 from tests.random_inputs.random_schemas import REAL, random_schema
 from tests.random_inputs.schema_instances import damaged, exact, fits, instances, validator
 from trencadis.core.errors import BadRequest
-from trencadis.server.grammars.grammar_writer import WhitespaceRule
 from trencadis.server.grammars.json_schema_normaliser import LEVELS
+from trencadis.server.grammars.lark_grammar_and_tool_functions import WhitespaceRule
 from trencadis.server.grammars.response_format import RequestedFormat
 from trencadis.server.grammars.schema_rewrite_and_one_of_disjointness import REFUSED
 

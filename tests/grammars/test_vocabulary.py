@@ -15,8 +15,8 @@ import pytest
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from tests.random_inputs.grammar_draws import GrammarDraws
 from trencadis.core.token_masks.grammar_matcher import CompiledGrammars
+from trencadis.core.token_masks.grammar_tokenizer_and_vocabulary import open_tokenizer
 from trencadis.core.token_masks.grammar_trial import VocabularySkeleton
-from trencadis.core.token_masks.grammar_vocabulary import open_tokenizer
 from trencadis.server.grammars.grammar_cache import find_control_tokens, make_skeleton, make_vocabulary
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 

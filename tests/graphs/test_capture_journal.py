@@ -7,8 +7,8 @@ import socket
 from typing import Any
 
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.executor.engine_launcher import EngineHandle
-from trencadis.core.graphs.graph_capture import CaptureJournal
+from trencadis.core.executor.engine_process_launcher import EngineHandle
+from trencadis.core.graphs.graph_capture_within_memory_budget import CaptureJournal
 from trencadis.core.process import engine_messages
 from trencadis.server.engine.supervisor import Supervisor
 

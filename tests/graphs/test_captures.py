@@ -13,7 +13,7 @@ from tests.fakes.device import GIB, FakeDevice, OutOfMemory, make_harness, small
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import ProgramState
 from trencadis.core.errors import StartupError
-from trencadis.core.graphs.graph_capture import GraphCaptures
+from trencadis.core.graphs.graph_capture_within_memory_budget import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.memory.memory_division import POOLS, pool_of

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.fakes.device import GIB, FakeDevice, OutOfMemory, make_harness, small_plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import ProgramState
-from trencadis.core.graphs.graph_capture import GraphCaptures
+from trencadis.core.graphs.graph_capture_within_memory_budget import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.memory.memory_division import POOLS

@@ -23,15 +23,15 @@ from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime
 from trencadis.backends.hpu.emulator.emulated_recipe_cache import LaunchRates
 from trencadis.backends.hpu.emulator.injected_faults import parse
 from trencadis.backends.hpu.shape_policy import SERVING
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import ProgramState
 from trencadis.core.engine.bucket_search_process import FoundBuckets
 from trencadis.core.engine.engine import Engine
 from trencadis.core.engine.engine_builder import create_engine
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.graph_plan_report import FAILURE, PUBLISHED
-from trencadis.core.graphs.graph_capture import GraphCaptures
+from trencadis.core.graph_and_bucket_learning_report import FAILURE, PUBLISHED
+from trencadis.core.graphs.graph_capture_within_memory_budget import GraphCaptures
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.graphs.live_plan_change import PlanChange
 from trencadis.core.graphs.warmup import Warmup

@@ -15,8 +15,8 @@ from tests.traffic.launch_lines import model_of
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds
 from trencadis.core.engine.startup_plan import StartupPlan
-from trencadis.core.memory import graph_measurements
-from trencadis.core.memory.graph_measurements import Measurements, merge_measurements
+from trencadis.core.memory import graph_measurement_cache
+from trencadis.core.memory.graph_measurement_cache import Measurements, merge_measurements
 from trencadis.core.memory.graph_selection import GraphPrice, prices_by
 from trencadis.core.shapes.bucket_profile import write_profile
 from trencadis.core.shapes.shape_need_histogram import NeedHistogram
@@ -40,7 +40,7 @@ def plan(**flags: Any) -> StartupPlan:
 
 
 def known(started: Started) -> Measurements:
-    found = graph_measurements.load(started.start.key, graph_measurements.folder())
+    found = graph_measurement_cache.load(started.start.key, graph_measurement_cache.folder())
     assert found is not None
     return found
 
@@ -99,36 +99,38 @@ def test_less_never_replaces_more() -> None:
 def test_seconds_of_launches_belong_to_the_code_that_took_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later release and other kernels begin anew; bytes of graphs are kept."""
     first = start(warmup="skip")
-    bucket, code, folder = need(first, 1)[0], first.start._code, graph_measurements.folder()
+    bucket, code, folder = need(first, 1)[0], first.start._code, graph_measurement_cache.folder()
     first.captures.keep_launches({bucket: 0.5})
     assert known(first).code == code and known(first).launches == {bucket: 0.5}
     assert start(warmup="skip").captures.launches == {bucket: 0.5}
     config = dataclasses.replace(first.start.config, kv_cache_dtype="int8")
     assert dataclasses.replace(first.start, config=config)._code != code
     monkeypatch.setattr(sys.modules["trencadis"], "__version__", "9.9")
-    graph_measurements._digest_files.cache_clear()
+    graph_measurement_cache._digest_files.cache_clear()
     assert first.start._code != code
-    graph_measurements.add_measurements(first.start.key, Measurements(code=first.start._code), folder, complete=False)
+    graph_measurement_cache.add_measurements(
+        first.start.key, Measurements(code=first.start._code), folder, complete=False
+    )
     assert not known(first).launches and known(first).graphs
-    graph_measurements._digest_files.cache_clear()
+    graph_measurement_cache._digest_files.cache_clear()
 
 
 def test_the_digest_of_the_code_reads_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {
-        graph_measurements.digest_code(m)
+        graph_measurement_cache.digest_code(m)
         for m in ("trencadis.backends.hpu.shape_policy", "trencadis.backends.cuda", "", "o")
     }
     assert len(found) == 3, "a backend of another package counts by its settings alone"
     file = tmp_path / "kernel.py"
-    monkeypatch.setattr(graph_measurements, "find_spec", lambda name: SimpleNamespace(
+    monkeypatch.setattr(graph_measurement_cache, "find_spec", lambda name: SimpleNamespace(
         submodule_search_locations=[str(tmp_path)] if name.endswith("hpu") else None))  # fmt: skip
     digests = []
     for text in ("a = 1", "a = 2", "a = 1"):
-        graph_measurements._digest_files.cache_clear()
+        graph_measurement_cache._digest_files.cache_clear()
         file.write_text(text)
-        digests.append(graph_measurements.digest_code("trencadis.backends.hpu.backend", "int8"))
+        digests.append(graph_measurement_cache.digest_code("trencadis.backends.hpu.backend", "int8"))
     assert digests[0] == digests[2] != digests[1]
-    graph_measurements._digest_files.cache_clear()
+    graph_measurement_cache._digest_files.cache_clear()
 
 
 def test_memory_of_graphs_is_that_of_the_shapes_of_a_profile(tmp_path: Path) -> None:
@@ -136,14 +138,16 @@ def test_memory_of_graphs_is_that_of_the_shapes_of_a_profile(tmp_path: Path) -> 
     needs = NeedHistogram()
     needs.add(Stage.DECODE, (1, 1))
     write_profile(str(tmp_path / "needs.json"), needs, 128)
-    key = graph_measurements.MeasurementKey(graph_measurements.fingerprint(MODEL), "hpu (emulated)", "16 bit", 1, 128)
+    key = graph_measurement_cache.MeasurementKey(
+        graph_measurement_cache.fingerprint(MODEL), "hpu (emulated)", "16 bit", 1, 128
+    )
 
     def plan_line(**flags: Any) -> StartupPlan:
         line = config_of(max_model_len=4096, max_num_seqs=16, max_num_batched_tokens=4096, **flags)
         return on_paper(MODEL, line, IMAGES, 24 * GIB)
 
     graphs = dict.fromkeys(plan_line().plan.buckets, 1 << 20)
-    graph_measurements.store(key, Measurements(graphs), graph_measurements.folder())
+    graph_measurement_cache.store(key, Measurements(graphs), graph_measurement_cache.folder())
     whole = plan_line(graph_memory="auto")
     few = plan_line(graph_memory="auto", bucket_profile=str(tmp_path / "needs.json"), max_graphs=8)
     for planned in (whole, few):

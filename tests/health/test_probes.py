@@ -24,10 +24,10 @@ from tests.health.test_sleep import FACTORY, until
 from tests.operations.fake_server import FakeServer
 from tests.traffic.server_process import free_port
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.executor.engine_launcher import spawn_engine
+from trencadis.core.executor.engine_process_launcher import spawn_engine
 from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.engine.supervisor import Supervisor
-from trencadis.server.http.app import create_app
+from trencadis.server.http.fastapi_app import create_app
 from trencadis.server.processes.server_lifecycle import Notifier
 from trencadis.server.routes.app_state import HttpSettings
 from trencadis.server.routes.state_builder import make_state

@@ -17,7 +17,7 @@ import pytest
 from tests.fakes.counting_engine import HELD, SLOW, STUCK, WORDS
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import Unavailable
-from trencadis.core.executor.engine_launcher import spawn_engine
+from trencadis.core.executor.engine_process_launcher import spawn_engine
 from trencadis.core.output_constraints import Rule
 from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.server.engine import engine_process_link

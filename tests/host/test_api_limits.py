@@ -27,16 +27,16 @@ from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.multimodal.media_uuids import UuidRegistry, name_digest
 from trencadis.multimodal.processor_interface import PlaceholderRun, PreparedImage, PreparedVideo
 from trencadis.server.config.server_config import ServerConfig
-from trencadis.server.engine.engine_client import DeltaCallback
+from trencadis.server.engine.engine_client_and_request_timing import DeltaCallback
 from trencadis.server.engine.engine_process_link import OpenRequest
 from trencadis.server.http import listener
 from trencadis.server.processes import aggregated_metrics
-from trencadis.server.processes.api_process import RequestRelay
-from trencadis.server.processes.ipc_messages import DeltaBatch, RequestRouted
-from trencadis.server.routes import other_api_processes
-from trencadis.server.routes.other_api_processes import SharedProcessState
+from trencadis.server.processes.api_process_supervisor import RequestRelay
+from trencadis.server.processes.ipc_messages_and_channel import DeltaBatch, RequestRouted
+from trencadis.server.routes import shared_state_of_api_processes
+from trencadis.server.routes.shared_state_of_api_processes import SharedProcessState
 from trencadis.server.tenants import shared_limits_table
-from trencadis.server.tenants.admission import Admission, Bounds, Ticket
+from trencadis.server.tenants.server_admission_and_byte_budgets import Admission, Bounds, Ticket
 from trencadis.server.tenants.shared_limits_table import (
     HELD,
     UUID_WAYS,
@@ -254,12 +254,12 @@ def test_prepared_media_cross_whole() -> None:
     whole = make_image(1, (make_image(2), make_image(3)))
     clip = PreparedVideo("v", (make_image(4), make_image(5)), (0, 2, 4, 6), 2.0, 1.0, 9, 24.0)
     for made in (whole, clip):
-        found = other_api_processes.unpack_media(other_api_processes.pack_media(made))
-        assert other_api_processes.pack_media(found) == other_api_processes.pack_media(made) and type(found) is type(
+        found = shared_state_of_api_processes.unpack_media(shared_state_of_api_processes.pack_media(made))
+        assert shared_state_of_api_processes.pack_media(found) == shared_state_of_api_processes.pack_media(
             made
-        )
+        ) and type(found) is type(made)
         assert found.nbytes == made.nbytes and found.tokens == made.tokens
-    back = other_api_processes.unpack_media(other_api_processes.pack_media(whole))
+    back = shared_state_of_api_processes.unpack_media(shared_state_of_api_processes.pack_media(whole))
     assert isinstance(back, PreparedImage) and np.array_equal(back.items[1].pixels, whole.items[1].pixels)
     assert back.layout == whole.layout and back.grid == whole.grid
 
@@ -432,16 +432,16 @@ def test_an_abort_reaches_a_request_in_every_state_and_a_dead_process_leaves_non
 
 def test_settings_cross_whole() -> None:
     from tests.fakes.command_line import from_command_line
-    from trencadis.server.processes import ipc_messages
+    from trencadis.server.processes import ipc_messages_and_channel
 
     settings = from_command_line(
         ["m", "--api-server-count", "2", "--api-key", "k1", "k2", "--limit-mm-per-prompt", "image=3",
          "--default-chat-template-kwargs", json.dumps({"a": [1, {"b": None}]})], {},
     )  # fmt: skip
-    sent = ipc_messages.make_frame(ipc_messages.ServeOrder(settings, 1, 2, 1, 5, 6))
-    found = ipc_messages.decode_down(sent[engine_messages.HEADER.size :])
+    sent = ipc_messages_and_channel.make_frame(ipc_messages_and_channel.ServeOrder(settings, 1, 2, 1, 5, 6))
+    found = ipc_messages_and_channel.decode_down(sent[engine_messages.HEADER.size :])
     assert (
-        isinstance(found, ipc_messages.ServeOrder)
+        isinstance(found, ipc_messages_and_channel.ServeOrder)
         and found.settings == settings
         and (found.listener, found.table) == (5, 6)
     )

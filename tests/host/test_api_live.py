@@ -58,7 +58,7 @@ def texts(running: RunningServer, count: int) -> list[list[str]]:
 
 def api_pids(running: RunningServer) -> list[int]:
     children = psutil.Process(running.process.pid).children()
-    return [child.pid for child in children if "trencadis.server.processes.api_server_main" in words_of(child)]
+    return [child.pid for child in children if "trencadis.server.processes.api_worker_process_main" in words_of(child)]
 
 
 def listening(running: RunningServer) -> list[int]:

@@ -26,7 +26,7 @@ ENGINE = ("--engine", "tests.host.paced_engine:PacedEngine.create")
 DEADLINE = 180.0
 KEEP_ALIVE = "600"
 """A client whose idle connection was closed would open another one, to any of the processes."""
-API = "server.processes.api_server_main"
+API = "server.processes.api_worker_process_main"
 ANN, BEN = {"authorization": "Bearer key-ann"}, {"authorization": "Bearer key-ben"}
 LONG = 3000
 """Tokens of a stream that a test ends."""

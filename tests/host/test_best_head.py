@@ -14,11 +14,11 @@ from torch import Tensor
 
 from tests import kernel_kinds
 from tests.kernel_kinds import threads
-from trencadis.backends.cpu.native import dense_linear, kernel_table
-from trencadis.backends.cpu.native.kernel_table import TORCH, chosen_table
+from trencadis.backends.cpu.native import dense_linear, kernel_choice_by_cpu
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import TORCH, chosen_table
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight, is_packable
 from trencadis.core.device.backend import Comm
-from trencadis.core.device.communicators import SingleRank
+from trencadis.core.device.communicators_and_rank_agreement import SingleRank
 from trencadis.core.models.linear_and_embedding import LAST, LMHead
 
 TYPES = kernel_kinds.dense_types()
@@ -33,7 +33,7 @@ def own_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Each kind, whatever kernels serve on this CPU otherwise."""
     kernel_kinds.use(request.param, monkeypatch)
     yield
-    kernel_table._chosen.cache_clear()
+    kernel_choice_by_cpu._chosen.cache_clear()
 
 
 def packed(weight: Tensor, bias: Tensor | None = None) -> PackedWeight:

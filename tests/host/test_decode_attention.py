@@ -12,7 +12,7 @@ from torch import Tensor
 from tests import kernel_kinds
 from trencadis.backends.cpu.attention_plan import CpuAttn, get_plan
 from trencadis.backends.cpu.native import attention_and_row_kernels
-from trencadis.backends.cpu.native.kernel_table import TORCH
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import TORCH
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.core.device.backend import LayerKV
 from trencadis.core.models import kv_cache_quantisation

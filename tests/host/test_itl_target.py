@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.engine.test_schedules import random_request
 from tests.oracles.shadow_engine import VOCAB, Clock, ScheduleDriver, shadow_engine
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import MIXED_AXES, Bucket, Stage
 from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.device_shape_policy import Policy

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests import kernel_kinds
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.native import weight_packing
-from trencadis.backends.cpu.native.kernel_table import VARIABLE, chosen_table
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import VARIABLE, chosen_table
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.checkpoint.checkpoint_weight_source import CheckpointSource
 from trencadis.core.checkpoint.config_reader import load_config

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tests import kernel_kinds
 from trencadis.backends.cpu import make_backend
-from trencadis.backends.cpu.native.kernel_table import VARIABLE
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import VARIABLE
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.weight_file_reader import open_weights

@@ -12,7 +12,7 @@ from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.core.launch_inputs import HeadInputs
 from trencadis.core.launches import model_runner
-from trencadis.core.launches.split_sample_launches import launch_split, select_rows
+from trencadis.core.launches.greedy_and_masked_sample_launches import launch_split, select_rows
 from trencadis.core.step_output import HeadOutput
 
 GREEDY: dict[str, Any] = dict(temperature=0.0, max_tokens=9, ignore_eos=True)

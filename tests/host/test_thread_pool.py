@@ -20,12 +20,12 @@ from tests.ops.test_rotary import make_parts
 from trencadis.backends.cpu.backend import torch_is_idle
 from trencadis.backends.cpu.native import dense_linear, kernel_threads, threads_on_busy_cpus, weight_packing
 from trencadis.backends.cpu.native.attention_and_row_kernels import rotate
-from trencadis.backends.cpu.native.kernel_table import VARIABLE
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import VARIABLE
 from trencadis.backends.cpu.native.threads_on_busy_cpus import ThreadUse, run_delay, stolen_time
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.quantisation_scheme import Scheme
+from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
 
 pytestmark = pytest.mark.skipif(not kernel_kinds.OWN, reason="own kernels do not run on this CPU")
 MILLISECOND = 1_000_000

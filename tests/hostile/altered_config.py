@@ -20,7 +20,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.step import Encode
 from trencadis.multimodal.patch_packing import count_slots
-from trencadis.server.prompts.text_service import TextService
+from trencadis.server.prompts.prompt_builder import TextService
 
 GONE = object()
 """The value of a key that is taken out."""

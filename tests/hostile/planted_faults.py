@@ -304,10 +304,12 @@ def verdict(of: CheckTarget, fault: Fault, everything: bool = False) -> str:
 
 def stub() -> Make:
     """The Gaudi backend over the stub of its plug-in; needs tests/stubs on the path and a process of its own."""
-    from trencadis.backends.hpu.start import gaudi_detection
+    from trencadis.backends.hpu.start import gaudi_card_and_plugin_detection
 
-    gaudi_detection.find_stack = lambda: gaudi_detection.Stack("1.21.0.555", "2.6.0+git1234", "2.6.0", True)
-    gaudi_detection.find_machine = lambda environ: gaudi_detection.Machine(1, 1)
+    gaudi_card_and_plugin_detection.find_stack = lambda: gaudi_card_and_plugin_detection.Stack(
+        "1.21.0.555", "2.6.0+git1234", "2.6.0", True
+    )
+    gaudi_card_and_plugin_detection.find_machine = lambda environ: gaudi_card_and_plugin_detection.Machine(1, 1)
     from trencadis.backends.hpu.backend import HpuBackend
     from trencadis.backends.hpu.habana_bridge import emulator_hooks
     from trencadis.backends.hpu.shape_policy import policy

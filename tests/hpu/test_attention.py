@@ -23,7 +23,7 @@ from trencadis.backends.hpu.attention.attention_input_types import (
 )
 from trencadis.backends.hpu.attention.prefill_attention import check_bucket, largest_mask
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.emulated_errors import Refused

@@ -15,7 +15,7 @@ from tests.hpu.start.test_symbols import OPEN
 from trencadis.backends.cpu.expert_mlp import JoinedExperts
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
@@ -24,8 +24,8 @@ from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.shape_policy import policy
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.quantisation_scheme import Scheme
 from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
 
 pytestmark = pytest.mark.part("gaudi")
 
@@ -161,7 +161,7 @@ from trencadis.backends.hpu.hpu_settings import HpuSettings
 ops = HpuOps(bridge, HpuSettings(), 16)
 packed = ops.pack_experts([torch.randn(8, 16) for _ in range(3)], [torch.randn(16, 4) for _ in range(3)])
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.quantisation_scheme import Scheme
+from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
 up, down = ([quantise(torch.randn(n, m), Scheme(8, "float"), torch.bfloat16) for _ in range(3)]
             for n, m in ((8, 16), (16, 4)))
 print(type(packed).__name__, type(ops.pack_quantised_experts(up, down)).__name__)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.emulator.card_profiles import Profile, profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import Profile, profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import use
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice

@@ -14,7 +14,7 @@ from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.hpu.hpu_settings import settings
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import ProgramState, Segments
-from trencadis.core.launches.persistent_tensors import by_block
+from trencadis.core.launches.kv_cache_and_state_allocation import by_block
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

@@ -21,7 +21,7 @@ from tests.hpu.emulator.test_staging import VOCAB, body, expected, inputs, vars_
 from trencadis.backends.cpu.host_padding import empty_inputs
 from trencadis.backends.cuda.time_estimates.kernel_times import HostStep, simulate_timeline
 from trencadis.backends.hpu.launches.hpu_host_arrays import HEAD_TYPES, convert_fields
-from trencadis.backends.hpu.launches.static_tensor_copies import OutputSets
+from trencadis.backends.hpu.launches.input_and_output_copies import OutputSets
 from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import HeadTensors, HeadTensorsOut, OutOfDeviceMemory

@@ -14,7 +14,7 @@ import torch
 from tests.quant import checkpoints as made
 from tests.quant.test_devices import SMALL, away, gaudi, no_compilations, normal, small
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_quantised_linear import PackedWeight4
@@ -26,8 +26,8 @@ from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.memory.weight_bytes import largest_dequantised_bytes
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.quantisation_scheme import FLOATS8, Scheme, notes_of
 from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.quantised_weight_layout_and_bytes import FLOATS8, Scheme, notes_of
 
 __all__ = ["small"]
 

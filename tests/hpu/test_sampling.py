@@ -14,7 +14,7 @@ from torch import Tensor
 from trencadis.backends.cpu import sampler
 from trencadis.backends.hpu.sampling_thresholds import find_thresholds, largest_float
 from trencadis.backends.hpu.shape_policy import SERVING
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.launches.launch_splitter import head_bucket
 

@@ -14,7 +14,7 @@ from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hccl_comm import HpuPipe
-from trencadis.backends.hpu.launches.static_tensor_copies import Staging
+from trencadis.backends.hpu.launches.input_and_output_copies import Staging
 from trencadis.core.device.backend import BackendConfig
 
 pytestmark = pytest.mark.part("gaudi")

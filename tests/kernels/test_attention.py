@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.oracles.attention_cases import IMAGES, WINDOWS, Case, Prepared, check, moved, packed, prepared
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.kernels import tile_sizes, vision_attention
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import CudaSegments
+from trencadis.backends.cuda.kernels.attention_metadata import CudaSegments
 from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes, arrays
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.buckets import Bucket, Stage

@@ -13,7 +13,7 @@ import torch
 from tests.oracles.attention_cases import Case, step_inputs
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cuda import runtime_of
-from trencadis.backends.cuda.kernels import kernel_launch_tensors, tile_sizes, vision_attention
+from trencadis.backends.cuda.kernels import attention_metadata, tile_sizes, vision_attention
 from trencadis.backends.cuda.launches.attention_work_items import END, STEP
 from trencadis.backends.cuda.launches.bucket_capacity import input_bytes
 from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes
@@ -138,11 +138,9 @@ KERNELS = {
 def test_tables_answer_every_launch(kernel: str) -> None:
     used = set()
     heads = (
-        kernel_launch_tensors.HEADS
-        if kernel in ("attend_prefill", "attend_decode")
-        else kernel_launch_tensors.VISION_HEADS
+        attention_metadata.HEADS if kernel in ("attend_prefill", "attend_decode") else attention_metadata.VISION_HEADS
     )
-    axes = (tile_sizes.SHARED, (16, 32), heads, kernel_launch_tensors.GROUPS, KERNELS[kernel])
+    axes = (tile_sizes.SHARED, (16, 32), heads, attention_metadata.GROUPS, KERNELS[kernel])
     for arch, bits, head, group, length in itertools.product(*axes):
         if group > 1 and kernel in ("attend_windows", "attend_images"):
             continue
@@ -162,10 +160,10 @@ def test_tables_answer_every_launch(kernel: str) -> None:
 
 
 def test_limits_are_named() -> None:
-    kernel_launch_tensors.check_supported(80, 7, 16, torch.bfloat16)
+    attention_metadata.check_supported(80, 7, 16, torch.bfloat16)
     wrong: dict[str, tuple[Any, ...]] = {
         "68 values": (68, 1, 16, torch.float32),
-        "76 values": (76, 1, 16, torch.float32, kernel_launch_tensors.VISION_HEADS),
+        "76 values": (76, 1, 16, torch.float32, attention_metadata.VISION_HEADS),
         "520 values": (520, 1, 16, torch.float32),
         "17 query heads": (64, 17, 16, torch.float32),
         "--block-size 8": (64, 1, 8, torch.float32),
@@ -173,7 +171,7 @@ def test_limits_are_named() -> None:
     }
     for text, args in wrong.items():
         with pytest.raises(StartupError, match=text):
-            kernel_launch_tensors.check_supported(*args)
+            attention_metadata.check_supported(*args)
 
 
 def test_buckets_may_share_their_memory() -> None:

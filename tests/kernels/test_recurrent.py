@@ -12,7 +12,7 @@ from tests.oracles import interpreter
 from tests.random_recurrent import NAN, DeltaCase, delta_case, exact_rule, exact_scan, off, rows_of, seeded
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.kernels import delta_rule
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import ItemAttn, ItemRows, SingleAttn
+from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn, ItemRows, SingleAttn
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.device.backend import Attn
 from trencadis.core.device.launch_tensors import RecurrentRows

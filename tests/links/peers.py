@@ -16,7 +16,7 @@ from trencadis.core.executor import rank_messages
 from trencadis.core.executor.headless_ranks import connect_to_engine
 from trencadis.core.executor.multi_node_launcher import NodesLauncher
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor
-from trencadis.core.executor.rank_info import RankFingerprint, RankInfo, compute_rank_fingerprint
+from trencadis.core.executor.rank_info_and_fingerprint import RankFingerprint, RankInfo, compute_rank_fingerprint
 from trencadis.core.links.authenticated_link import HeartbeatThread, KeyedLink
 from trencadis.core.links.group_key import GroupKey, TlsFiles
 from trencadis.core.links.message_link import LinkClosed

@@ -19,17 +19,17 @@ from tests.links.peers import Peer, group_at, nothing_stays, recorded, start
 from tests.operations.test_tls import certificate, needs_openssl
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import headless_ranks, rank_messages
-from trencadis.core.executor.rank_info import (
+from trencadis.core.executor.rank_info_and_fingerprint import (
     RankFingerprint,
     checkpoint_digest,
     compute_rank_fingerprint,
     describe_differences,
 )
 from trencadis.core.links import rank_listener
-from trencadis.core.links.byte_stream import PlainStream, TlsStream
 from trencadis.core.links.group_key import GroupKey, TlsFiles
 from trencadis.core.links.handshake import CLAIM, MARK, NONCE, NUMBER, PROOF, HandshakeFailed, handshake_as_rank
 from trencadis.core.links.rank_listener import AuthListener
+from trencadis.core.links.tcp_and_tls_stream import PlainStream, TlsStream
 
 Attack = Callable[[socket.socket, random.Random], None]
 

@@ -15,8 +15,8 @@ import pytest
 from tests.stubs.gaudi_container import put, put_cards
 from trencadis.backends import cuda
 from trencadis.backends.cuda import visible_devices
-from trencadis.backends.hpu.start import gaudi_detection as hpu_machine
-from trencadis.backends.hpu.start.gaudi_detection import Stack
+from trencadis.backends.hpu.start import gaudi_card_and_plugin_detection as hpu_machine
+from trencadis.backends.hpu.start.gaudi_card_and_plugin_detection import Stack
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import ray_engines

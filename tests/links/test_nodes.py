@@ -23,7 +23,7 @@ from trencadis.core.executor import rendezvous
 from trencadis.core.executor.headless_ranks import HeadlessRanks, make_connect_infos
 from trencadis.core.executor.multi_node_launcher import open_listener
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankFailed
-from trencadis.core.executor.rank_info import RankInfo
+from trencadis.core.executor.rank_info_and_fingerprint import RankInfo
 from trencadis.core.executor.rank_launcher import LocalLauncher
 from trencadis.core.links.rank_placement import Topology, topology
 

@@ -11,9 +11,9 @@ import pytest
 
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor import ray_cluster
-from trencadis.core.executor.engine_launcher import make_child_environment
-from trencadis.core.executor.ray_cluster import ClusterAccess, ClusterNode, assign_nodes, connect
+from trencadis.core.executor import ray_access_and_node_placement
+from trencadis.core.executor.engine_process_launcher import make_child_environment
+from trencadis.core.executor.ray_access_and_node_placement import ClusterAccess, ClusterNode, assign_nodes, connect
 from trencadis.core.links.rank_placement import RAY, Topology, topology
 
 
@@ -57,31 +57,31 @@ def test_without_ray_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
 
 def test_a_cluster_that_does_not_answer_is_not_waited_for() -> None:
     with pytest.raises(StartupError, match=r"no Ray cluster answers at 127\.0\.0\.1:9 .*ray start --head"):
-        ray_cluster.check_reachable("127.0.0.1:9")
-    ray_cluster.check_reachable("auto")
+        ray_access_and_node_placement.check_reachable("127.0.0.1:9")
+    ray_access_and_node_placement.check_reachable("auto")
 
 
 @pytest.mark.parametrize("address", ["head", "10.0.0.1", "10.0.0.1:", ":6379", "ray://10.0.0.1:10001", "10.0.0.1:x"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(StartupError, match=r"^RAY_ADDRESS=.* is no host:port of a cluster's head, such as [^\n]*$"):
-        ray_cluster.check_reachable(address)
+        ray_access_and_node_placement.check_reachable(address)
 
 
 def test_a_public_cluster_asks_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reaches the ports of one that does not runs code on its nodes, whatever this process would show."""
     open_to_all: list[str] = []
-    monkeypatch.setattr(ray_cluster, "accepts_any_client", lambda address: address in open_to_all)
+    monkeypatch.setattr(ray_access_and_node_placement, "accepts_any_client", lambda address: address in open_to_all)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     public = ["93.184.216.34:6379", "[2606:2800:220:1::1]:6379"]
     inside = ["10.1.2.3:6379", "[::1]:6379", "localhost:6379", ""]
     for address in (*public, *inside):
-        ray_cluster.check_not_open(address)
+        ray_access_and_node_placement.check_not_open(address)
     open_to_all += [*public, *inside]
     for address in inside:
-        ray_cluster.check_not_open(address)
+        ray_access_and_node_placement.check_not_open(address)
     for address in public:
         with pytest.raises(StartupError, match=r"public address and asks for no token.*RAY_AUTH_MODE=token"):
-            ray_cluster.check_not_open(address)
+            ray_access_and_node_placement.check_not_open(address)
 
 
 def test_a_cluster_whose_answer_nobody_knows_counts_as_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +92,19 @@ def test_a_cluster_whose_answer_nobody_knows_counts_as_open(monkeypatch: pytest.
         requested.append(environ)
         return lambda: ClusterAccess(address, answers[len(requested) - 1])
 
-    answers = [ray_cluster.LET_IN, ray_cluster.NO_TOKEN, ray_cluster.UNKNOWN, ray_cluster.REFUSED]
-    monkeypatch.setattr(ray_cluster, "probe_access", ask)
-    assert [ray_cluster.accepts_any_client("93.184.216.34:6379") for _ in answers] == [True, True, True, False]
+    answers = [
+        ray_access_and_node_placement.LET_IN,
+        ray_access_and_node_placement.NO_TOKEN,
+        ray_access_and_node_placement.UNKNOWN,
+        ray_access_and_node_placement.REFUSED,
+    ]
+    monkeypatch.setattr(ray_access_and_node_placement, "probe_access", ask)
+    assert [ray_access_and_node_placement.accepts_any_client("93.184.216.34:6379") for _ in answers] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     assert not any(name.startswith("RAY_AUTH") for environ in requested for name in environ)
 
 
@@ -102,17 +112,17 @@ def test_a_cluster_whose_answer_nobody_knows_counts_as_open(monkeypatch: pytest.
     ("said", "shown", "words"),
     [
         (
-            ray_cluster.NO_TOKEN,
+            ray_access_and_node_placement.NO_TOKEN,
             {"RAY_AUTH_MODE": "token"},
             "RAY_AUTH_MODE=token and there is no token: set RAY_AUTH",
         ),
         (
-            ray_cluster.REFUSED,
+            ray_access_and_node_placement.REFUSED,
             {"RAY_AUTH_MODE": "token"},
             "h:1 asks for another token than this process shows: set RAY",
         ),
         (
-            ray_cluster.REFUSED,
+            ray_access_and_node_placement.REFUSED,
             {},
             "h:1 asks for a token, and this process shows none: set RAY_AUTH_MODE=token, and RAY_",
         ),
@@ -120,10 +130,12 @@ def test_a_cluster_whose_answer_nobody_knows_counts_as_open(monkeypatch: pytest.
 )
 def test_who_shows_no_token_is_told_what_to_set(said: int, shown: dict[str, str], words: str) -> None:
     with pytest.raises(StartupError, match=words) as raised:
-        ray_cluster.check_token(ClusterAccess("h:1", said), shown)
+        ray_access_and_node_placement.check_token(ClusterAccess("h:1", said), shown)
     assert "\n" not in str(raised.value)
-    ray_cluster.check_token(ClusterAccess("h:1", ray_cluster.LET_IN), shown)
-    ray_cluster.check_token(ClusterAccess("", ray_cluster.UNKNOWN), shown)  # what Ray says of it is told
+    ray_access_and_node_placement.check_token(ClusterAccess("h:1", ray_access_and_node_placement.LET_IN), shown)
+    ray_access_and_node_placement.check_token(
+        ClusterAccess("", ray_access_and_node_placement.UNKNOWN), shown
+    )  # what Ray says of it is told
 
 
 def test_the_engine_keeps_rays_token_and_no_other() -> None:

@@ -138,7 +138,7 @@ def test_twenty_nodes_that_are_removed_end_their_groups(cluster: Any) -> None:
 
 
 def test_what_cannot_be_placed_is_refused_before_loading(cluster: Any) -> None:
-    from trencadis.core.executor import ray_cluster as ours
+    from trencadis.core.executor import ray_access_and_node_placement as ours
 
     ours.connect(os.environ)
     begun, made = time.monotonic(), config()

@@ -144,7 +144,7 @@ def nothing_runs() -> None:
 def test_more_engines_than_the_nodes_hold_are_refused_before_loading(cluster: Any) -> None:
     from trencadis.core.engine_config import EngineConfig
     from trencadis.core.errors import StartupError
-    from trencadis.core.executor.ray_engine_placement import EnginePlacement
+    from trencadis.core.executor.ray_engine_actors import EnginePlacement
 
     ray.init(address=cluster.address, log_to_driver=False, namespace="trencadis")
     begun = time.monotonic()

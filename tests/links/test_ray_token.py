@@ -215,7 +215,7 @@ OTHER = """
 import os, ray
 ray.__version__ = "2.49.0"
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.ray_cluster import connect
+from trencadis.core.executor.ray_access_and_node_placement import connect
 try:
     connect(os.environ)
 except StartupError as error:

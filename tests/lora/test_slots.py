@@ -20,12 +20,12 @@ from trencadis.backends.cpu.lora_adapter_products import add_masked_adapters, gr
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.joined_lora_adapters import JoinedAdapterOps, JoinedSlots
 from trencadis.backends.hpu.shape_policy import policy as hpu_policy
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import LORA, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import AdapterWeights, BackendConfig, load
@@ -36,7 +36,7 @@ from trencadis.core.memory.weight_bytes import AdapterSlotSizes, adapter_bytes, 
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.request import AdapterRef, Request, SamplingParams
 from trencadis.core.scheduling.sequence import Sequence
-from trencadis.core.scheduling.step_builder import MOST_OVERTAKES, AdapterLoads, AdapterSlots
+from trencadis.core.scheduling.step_builder_and_adapter_slots import MOST_OVERTAKES, AdapterLoads, AdapterSlots
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import TEXT, make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from trencadis.core.token_masks.grammar_matcher import CompiledGrammars, GrammarMatcher
-from trencadis.core.token_masks.grammar_vocabulary import CanonicalTokenizer, Vocabulary
+from trencadis.core.token_masks.grammar_tokenizer_and_vocabulary import CanonicalTokenizer, Vocabulary
 from trencadis.server.grammars.grammar_cache import make_vocabulary
 from trencadis.server.text import checkpoint_tokenizer as text_tokenizer
 

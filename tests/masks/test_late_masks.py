@@ -15,7 +15,7 @@ from tests.engine.test_schedules import random_request
 from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
 from tests.oracles.shadow_model import ShadowRank, oracle_end
 from tests.traffic.rule_oracle import END, EOS, SIXTY, THINK, VOCABULARY
-from trencadis.core.launches import split_sample_launches
+from trencadis.core.launches import greedy_and_masked_sample_launches
 from trencadis.core.launches.host_inputs import head_inputs
 from trencadis.core.output_constraints import Repetition, Rule, ThinkingBudget
 from trencadis.core.request import Delta, Request, SamplingParams
@@ -189,7 +189,7 @@ fill = ChoiceMasks.fill
 thinking = ThinkingMatcher.__init__
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "a mask one step late": (ChoiceMasks, "accept", late),
-    "the mask of the neighbour": (split_sample_launches, "head_inputs", neighbours),
+    "the mask of the neighbour": (greedy_and_masked_sample_launches, "head_inputs", neighbours),
     "tokens of another row": (PendingSample, "accept_tokens", mixed_up),
     "anything behind an end": (ChoiceMasks, "ended", False),
     "choices share one matcher": (CompiledGrammars, "matcher", shared),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import llguidance
 import numpy as np
 
-from trencadis.core.token_masks.grammar_vocabulary import Vocabulary, open_tokenizer
+from trencadis.core.token_masks.grammar_tokenizer_and_vocabulary import Vocabulary, open_tokenizer
 
 TOKENS = [bytes([i]) for i in range(256)] + [b'{"', b"</think>", b"", b'{"a', b"<eos>"]
 THINK, NONE, EOS = 257, 258, 260

@@ -19,9 +19,9 @@ from tools.pages import gen_metrics
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.process.engine_messages import BucketUse, EngineStats, GraphCounters
 from trencadis.core.startup_progress_and_warmup_pacing import Warming
-from trencadis.server.metrics.process_and_tenant_collectors import DeprecatedCollector
+from trencadis.server.metrics.process_tenant_and_sleep_collectors import DeprecatedCollector
 from trencadis.server.metrics.prometheus import PrometheusMetrics
-from trencadis.server.metrics.tracing import TraceQueue
+from trencadis.server.metrics.request_trace_queue import TraceQueue
 
 IMAGE = {"type": "image_url", "image_url": "data:image/png;base64,A"}
 OURS = {"model_name", "engine"}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trencadis.server.metrics.process_and_tenant_collectors import API, OTHER, ROLES, ProcessesCollector, get_role
+from trencadis.server.metrics.process_tenant_and_sleep_collectors import API, OTHER, ROLES, ProcessesCollector, get_role
 
 BURN = """
 import time

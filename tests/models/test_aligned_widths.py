@@ -25,12 +25,12 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.weight_source_interface import StackedPart, stack
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.launches.persistent_tensors import allocate_persistent
+from trencadis.core.launches.kv_cache_and_state_allocation import allocate_persistent
 from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.models.model_loader import load_model, make_model
 from trencadis.core.step import Encode
 from trencadis.multimodal.patch_packing import count_slots
-from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES, Qwen25VisionConfig
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import PATCH_VALUES, Qwen25VisionConfig
 
 MODELS = {
     "3B": dataclasses.replace(

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests import kernel_kinds
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.native import weight_packing
-from trencadis.backends.cpu.native.kernel_table import VARIABLE
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import VARIABLE
 from trencadis.backends.cpu.native.weight_packing import CachedPages
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.checkpoint import weight_prefetch

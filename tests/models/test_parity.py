@@ -14,7 +14,7 @@ from tests.fakes.hand_driven_model import HandDrivenModel
 from trencadis.core.buckets import Stage
 from trencadis.core.step import Encode
 from trencadis.multimodal.patch_packing import count_slots
-from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import PATCH_VALUES
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -75,7 +75,7 @@ def test_images_packed_together(vl_checkpoint: Path, oracle: Any, ops: str) -> N
 
 
 def _clip() -> tuple[torch.Tensor, torch.Tensor]:
-    from trencadis.multimodal.pixel_normalisation import CLIP_MEAN, CLIP_STD
+    from trencadis.multimodal.pixel_normalisation_and_fixed_point import CLIP_MEAN, CLIP_STD
 
     return torch.tensor(CLIP_MEAN).repeat_interleave(392), torch.tensor(CLIP_STD).repeat_interleave(392)
 

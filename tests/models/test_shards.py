@@ -18,11 +18,11 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import BackendConfig, LayerKV, SamplerState
 from trencadis.core.errors import StartupError
 from trencadis.core.launch_inputs import StepInputs
-from trencadis.core.models.interface import Persistent
+from trencadis.core.models.model_and_ops_api import Persistent
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.step import Encode
 from trencadis.multimodal.patch_packing import count_slots
-from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import PATCH_VALUES
 
 GRID = (1, 10, 6)
 

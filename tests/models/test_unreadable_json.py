@@ -17,8 +17,8 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 from trencadis.multimodal.qwen2_vl.smart_resize import image_needs
+from trencadis.server.prompts.prompt_builder import TextService
 from trencadis.server.prompts.sampling_params import SamplingDefaults
-from trencadis.server.prompts.text_service import TextService
 from trencadis.server.text import checkpoint_tokenizer
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 

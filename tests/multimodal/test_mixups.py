@@ -22,7 +22,7 @@ from trencadis.core.scheduling.encoder_cache import EncoderCache
 from trencadis.core.scheduling.sequence import Sequence
 from trencadis.multimodal.images.image_frontend import cache_key, content_digest, processed_digest
 from trencadis.multimodal.images.processor_cache import ProcessorCache
-from trencadis.multimodal.media_options import MediaOptions
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaOptions
 from trencadis.multimodal.media_uuids import UuidRegistry
 from trencadis.multimodal.patch_packing import count_slots, count_tokens, patch_grid
 from trencadis.multimodal.placeholders import expand_placeholders

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from trencadis.backends.cpu.native import kernel_library, kernel_table
-from trencadis.backends.cpu.native.kernel_table import VARIABLE
+from trencadis.backends.cpu.native import kernel_choice_by_cpu, kernel_library
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = kernel_library.load_library().library is not None
@@ -49,10 +49,10 @@ def test_what_a_compiler_refused_is_named_where_kernels_are(monkeypatch: pytest.
     have = kernel_library.load_library()._replace(left_out=("panels_avx_vnni.c",))
     monkeypatch.setattr(kernel_library, "load_library", lambda: have)
     monkeypatch.delenv(VARIABLE, raising=False)
-    kernel_table._chosen.cache_clear()
+    kernel_choice_by_cpu._chosen.cache_clear()
     said = "kernels are left out, since the C compiler refused panels_avx_vnni.c"
-    assert kernel_library.report_left_out() == said and said in kernel_table.line()
-    kernel_table._chosen.cache_clear()
+    assert kernel_library.report_left_out() == said and said in kernel_choice_by_cpu.line()
+    kernel_choice_by_cpu._chosen.cache_clear()
 
 
 @pytest.mark.skipif(not BUILT, reason="own kernels are not built here")

@@ -9,7 +9,7 @@ import pytest
 from trencadis.core import host_memory
 from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.routes.app_state import HttpSettings
-from trencadis.server.tenants.admission import AnswerBudget
+from trencadis.server.tenants.server_admission_and_byte_budgets import AnswerBudget
 
 MIB = 1 << 20
 

@@ -15,7 +15,7 @@ import pytest
 from tests.fakes.scripted_app import FakeImages, ScriptedApp
 from tests.operations.conftest import JsonLog
 from tests.traffic.live_app import live
-from trencadis.server.metrics.request_record import RECORD, RequestRecord
+from trencadis.server.metrics.request_record_logs_and_metrics import RECORD, RequestRecord
 from trencadis.server.routes import sse
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200, "ignore_eos": True}

@@ -14,7 +14,7 @@ import time
 import pytest
 
 from trencadis.core.process.log_setup import LogQueue, find_log_queue, flush_logs
-from trencadis.server.metrics.process_and_tenant_collectors import LogCollector
+from trencadis.server.metrics.process_tenant_and_sleep_collectors import LogCollector
 
 DEADLINE = 20.0
 

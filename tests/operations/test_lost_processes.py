@@ -24,9 +24,9 @@ from PIL import Image
 
 from tests.traffic.server_process import RunningServer, server
 from trencadis.assets import demo_path
-from trencadis.core.executor.engine_launcher import EngineHandle
-from trencadis.core.process.child_process import StopWatch, read_stat
-from trencadis.server.processes.api_process import ApiProcess
+from trencadis.core.executor.engine_process_launcher import EngineHandle
+from trencadis.core.process.child_process_environment_and_exit import StopWatch, read_stat
+from trencadis.server.processes.api_process_supervisor import ApiProcess
 
 NOTICED = 5.0
 """Seconds within which a lost process is noticed."""
@@ -35,7 +35,7 @@ BACK = 60.0
 REFUSED = 2.0
 """Seconds after which a dead server refuses connections."""
 KINDS = {
-    "api": "api_server_main", "engine": "engine_process", "rank": "rank_process", "decode": "worker_main",
+    "api": "api_worker_process_main", "engine": "engine_process", "rank": "rank_process", "decode": "worker_main",
 }  # fmt: skip
 FLAGS = ("--api-server-count", "2", "--tensor-parallel-size", "2", "--max-engine-restarts", "100", "--threads", "1")
 
@@ -182,7 +182,7 @@ def test_ten_rounds(tmp_path: Path) -> None:
 def test_an_api_process_that_is_stopped_while_it_starts_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not asked for a sign of life before it is ready, which it will never be."""
     pause = asyncio.sleep
-    monkeypatch.setattr("trencadis.server.processes.api_process.asyncio.sleep", lambda seconds: pause(0.01))
+    monkeypatch.setattr("trencadis.server.processes.api_process_supervisor.asyncio.sleep", lambda seconds: pause(0.01))
 
     async def watch(process: subprocess.Popen[bytes], stopped: bool) -> bool:
         starting = ApiProcess.__new__(ApiProcess)

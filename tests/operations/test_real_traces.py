@@ -23,7 +23,7 @@ from tests.operations.fake_server import FakeServer
 from tests.operations.otlp_collector import Collector
 from tests.traffic.image_chats import data_url
 from trencadis.assets import demo_path
-from trencadis.server.metrics.tracing import EVERY
+from trencadis.server.metrics.request_trace_queue import EVERY
 
 pytestmark = [
     pytest.mark.long,

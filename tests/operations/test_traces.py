@@ -17,12 +17,12 @@ from tests.host.instruction_counts import instructions
 from tests.operations.otlp_collector import Collector
 from trencadis.core.errors import StartupError
 from trencadis.core.request import RequestStats, SamplingParams
-from trencadis.server.engine.engine_client import RequestTiming
-from trencadis.server.metrics import tracing
-from trencadis.server.metrics.process_and_tenant_collectors import TraceCollector
-from trencadis.server.metrics.request_record import RequestRecord
-from trencadis.server.metrics.tracing import Trace, TraceQueue, summarise_request
-from trencadis.server.metrics.tracing import make_trace as made_of
+from trencadis.server.engine.engine_client_and_request_timing import RequestTiming
+from trencadis.server.metrics import request_trace_queue
+from trencadis.server.metrics.process_tenant_and_sleep_collectors import TraceCollector
+from trencadis.server.metrics.request_record_logs_and_metrics import RequestRecord
+from trencadis.server.metrics.request_trace_queue import Trace, TraceQueue, summarise_request
+from trencadis.server.metrics.request_trace_queue import make_trace as made_of
 
 needs_otel = pytest.mark.skipif(
     importlib.util.find_spec("opentelemetry.exporter") is None or importlib.util.find_spec("opentelemetry.sdk") is None,
@@ -190,22 +190,22 @@ def until(true: Any, seconds: float = 30.0) -> None:
 def test_while_the_collector_is_away_the_latest_wait_and_nothing_is_made_of_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tracing, "LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr(request_trace_queue, "LONGEST_PAUSE", 0.1)
     library = Recording()
     library.away = True
     traces = TraceQueue("http://collector", lambda: (library, library), every=0.01)
     caplog.set_level("INFO")
-    for _ in range(tracing.MOST + 500):
+    for _ in range(request_trace_queue.MOST + 500):
         traces.add(record_of())
     until(lambda: library.looks >= 3)
     assert not library.made and not library.tries
-    assert len(traces._waiting) == tracing.MOST and traces.dropped == 500
+    assert len(traces._waiting) == request_trace_queue.MOST and traces.dropped == 500
     library.away = False
     until(lambda: not traces._waiting)
     looks = library.looks
     traces.add(record_of())
     traces.close(20)
-    assert len(library.sent) == traces.sent == library.made == tracing.MOST + 1 and traces.dropped == 500
+    assert len(library.sent) == traces.sent == library.made == request_trace_queue.MOST + 1 and traces.dropped == 500
     assert library.looks == looks, "one that takes traces is not asked whether it is there"
     ours = [r.getMessage() for r in caplog.records]
     assert [m.split(" takes ")[1][:9] for m in ours if " takes " in m] == ["no traces", "traces ag"], "a line each"
@@ -234,18 +234,21 @@ def test_a_batch_is_made_once_and_one_that_is_never_taken_makes_room_for_the_nex
     library = Recording()
     library.refuses = True
     traces = TraceQueue("http://collector", lambda: (library, library))
-    traces._waiting.extend(summarise_request(record_of()) for _ in range(2 * tracing.AT_A_TIME))
-    for attempt in range(tracing.TRIES):
-        assert library.made == (tracing.AT_A_TIME if attempt else 0)
+    traces._waiting.extend(summarise_request(record_of()) for _ in range(2 * request_trace_queue.AT_A_TIME))
+    for attempt in range(request_trace_queue.TRIES):
+        assert library.made == (request_trace_queue.AT_A_TIME if attempt else 0)
         assert not traces._attempt(library, library)
-    assert traces.dropped == tracing.AT_A_TIME == len(traces._waiting)
+    assert traces.dropped == request_trace_queue.AT_A_TIME == len(traces._waiting)
     library.refuses = False
-    assert traces._attempt(library, library) and traces.sent == library.made - traces.dropped == tracing.AT_A_TIME
+    assert (
+        traces._attempt(library, library)
+        and traces.sent == library.made - traces.dropped == request_trace_queue.AT_A_TIME
+    )
     # What the library cannot make spans of is not tried again.
     traces._waiting.append(summarise_request(record_of()))
     monkeypatch.setattr(library, "make_spans", lambda traces: 1 / 0)
     assert not traces._attempt(library, library) and traces._attempt(library, library)
-    assert traces.dropped == tracing.AT_A_TIME + 1
+    assert traces.dropped == request_trace_queue.AT_A_TIME + 1
 
 
 def test_what_traces_cost_a_request_beside_what_it_costs_anyway(harness: ScriptedApp) -> None:
@@ -364,7 +367,7 @@ def test_a_collector_is_there_if_it_takes_a_connection_and_a_proxy_is_not_asked(
 
 
 def test_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    url = tracing.make_collector_url
+    url = request_trace_queue.make_collector_url
     assert url("http://c:4318") == url("http://c:4318/") == "http://c:4318/v1/traces"
     assert url("https://c/own/path?x=1") == "https://c/own/path?x=1"
     for wrong, why in (("grpc://c:4317", "not gRPC"), ("c:4318", "not a URL"), ("http://", "not a URL")):

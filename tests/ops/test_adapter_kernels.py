@@ -9,7 +9,7 @@ from torch import Tensor
 from tests import kernel_kinds
 from trencadis.backends.cpu.lora_adapter_products import group_rows
 from trencadis.backends.cpu.native import lora_adapter_kernels
-from trencadis.backends.cpu.native.kernel_table import TORCH
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import TORCH
 from trencadis.backends.cpu.native.lora_adapter_kernels import SlotAdapters
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.core.device.backend import AdapterWeights

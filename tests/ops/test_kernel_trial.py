@@ -19,7 +19,7 @@ from trencadis.backends.cpu import measured_kernel_choice as kernel_choice
 from trencadis.backends.cpu.backend import CpuBackend
 from trencadis.backends.cpu.measured_kernel_choice import KernelChoice
 from trencadis.backends.cpu.native import kernel_library
-from trencadis.backends.cpu.native.kernel_table import (
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import (
     ANY,
     BFLOAT16,
     FLOAT32,

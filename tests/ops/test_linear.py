@@ -11,7 +11,7 @@ from trencadis.backends.cpu import ops
 from trencadis.backends.cpu.native.dense_linear import PASS, SIZES, pieces
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight, is_packable
 from trencadis.backends.cpu.shape_policy import INVARIANT_ROWS
-from trencadis.core.device.communicators import SingleRank
+from trencadis.core.device.communicators_and_rank_agreement import SingleRank
 from trencadis.core.models.mlp_and_norms import GatedMLP, PlainMLP
 
 

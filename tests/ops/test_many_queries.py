@@ -15,7 +15,7 @@ from torch import Tensor
 from tests import kernel_kinds
 from trencadis.backends.cpu.attention_plan import CpuAttn
 from trencadis.backends.cpu.native import attention_and_row_kernels
-from trencadis.backends.cpu.native.kernel_table import EMULATED, TORCH, Op
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import EMULATED, TORCH, Op
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.device.backend import LayerKV, Segments

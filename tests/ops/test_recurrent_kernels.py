@@ -10,11 +10,11 @@ import torch
 from tests import kernel_kinds
 from tests.random_recurrent import NAN, delta_case, exact_rule, exact_scan, off, rows_of, seeded
 from trencadis.backends.cpu.native import recurrent_kernels
-from trencadis.backends.cpu.native.kernel_table import TORCH
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import TORCH
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.device.backend import Attn
 from trencadis.core.device.launch_tensors import RecurrentRows
-from trencadis.core.models.interface import DeltaNetWeights, RecurrentState
+from trencadis.core.models.model_and_ops_api import DeltaNetWeights, RecurrentState
 
 KINDS = pytest.mark.parametrize("kind", kernel_kinds.OWN)
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

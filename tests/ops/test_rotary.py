@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests import kernel_kinds
 from trencadis.backends.cpu.native.attention_and_row_kernels import StoredKeys, can_store, rotate, torch_rotate
-from trencadis.backends.cpu.native.kernel_table import TORCH
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import TORCH
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.core.device.backend import Attn, LayerKV, Rotary
 

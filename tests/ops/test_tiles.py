@@ -24,18 +24,18 @@ from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.batch_invariant import InvariantOps
 from trencadis.backends.cpu.native import (
     dense_linear,
+    kernel_choice_by_cpu,
     kernel_library,
-    kernel_table,
     quantised_weight_panels,
     weight_packing,
 )
-from trencadis.backends.cpu.native.kernel_table import BFLOAT16, EMULATED, KINDS, VARIABLE, Op, table_of
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import BFLOAT16, EMULATED, KINDS, VARIABLE, Op, table_of
 from trencadis.backends.cpu.native.weight_packing import CachedPages
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.device.packed_weights_file import PackedFile
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.quantisation_scheme import Scheme
+from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
 
 pytestmark = pytest.mark.skipif(not kernel_kinds.EMULATIONS, reason="own kernels are not built here")
 TILED = [*kernel_kinds.EMULATIONS, *(kind for kind in kernel_kinds.OWN if kind == "amx")]
@@ -50,7 +50,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 @pytest.fixture(params=TILED)
 def tiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each kind of kernels that multiplies by tiles and runs here."""
-    kernel_table._chosen.cache_clear()
+    kernel_choice_by_cpu._chosen.cache_clear()
     monkeypatch.setenv(VARIABLE, request.param)
     return str(request.param)
 
@@ -229,7 +229,7 @@ def test_tiles_take_the_rows_of_an_mlp_in_whole_calls(tiled: str) -> None:
             x = random(rows, 2).to(dtype)
             assert torch.equal(ops.by_pieces(run, x), x + 1)
         assert seen == wanted, dtype
-    assert dense_linear.launch_rows(ops.table, torch.bfloat16) == kernel_table.SHARED_ROWS, (
+    assert dense_linear.launch_rows(ops.table, torch.bfloat16) == kernel_choice_by_cpu.SHARED_ROWS, (
         "torch attends in longer prompts"
     )
 
@@ -245,8 +245,10 @@ def test_the_start_says_what_tiles_multiply() -> None:
 
 def test_the_stand_in_serves_only_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    kernel_table._chosen.cache_clear()
-    assert kernel_table.chosen_table().kind != EMULATED and EMULATED not in kernel_table.available_kinds()
+    kernel_choice_by_cpu._chosen.cache_clear()
+    assert (
+        kernel_choice_by_cpu.chosen_table().kind != EMULATED and EMULATED not in kernel_choice_by_cpu.available_kinds()
+    )
     monkeypatch.setenv(VARIABLE, EMULATED)
     assert make_backend(BackendConfig(options={"threads": "1"})).ops.table.kind == EMULATED  # type: ignore[attr-defined]
 
@@ -281,7 +283,7 @@ def test_tiles_count_only_if_cpu_and_system_allow_them(d: int, saved: int, permi
     kinds = [name for name, needs in KINDS.items() if needs <= features]
     assert (kinds[-1] if kinds else "") == kind
     if kind == "avx512_vnni":  # oneDNN then shares our layout
-        assert table_of(kind, features).most_rows(Op.LINEAR, BFLOAT16) == kernel_table.SHARED_ROWS
+        assert table_of(kind, features).most_rows(Op.LINEAR, BFLOAT16) == kernel_choice_by_cpu.SHARED_ROWS
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")

@@ -18,7 +18,7 @@ from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda import runtime_of
 from trencadis.backends.cuda.kernels import paged_attention, rotary_kernels, vision_attention
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import CudaSegments
+from trencadis.backends.cuda.kernels.attention_metadata import CudaSegments
 from trencadis.backends.cuda.launches.attention_work_items import STEP
 from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes, segments
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers

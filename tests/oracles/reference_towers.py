@@ -12,8 +12,8 @@ import torch
 
 from tests.vision.family_harness import FamilyHarness, Shown
 from trencadis.multimodal.patch_packing import count_slots
-from trencadis.multimodal.pixel_normalisation import CLIP_MEAN, CLIP_STD
-from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import CLIP_MEAN, CLIP_STD
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import PATCH_VALUES
 
 DEVICES = ("cpu", "padded", "hpu")
 LARGEST = 8 * 4096

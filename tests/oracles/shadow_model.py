@@ -17,9 +17,9 @@ import numpy as np
 from tests.traffic.rule_oracle import SIXTY
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.launch_inputs import HeadInputs
+from trencadis.core.launches.greedy_and_masked_sample_launches import LaunchedHead, launch_masked
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs
 from trencadis.core.launches.rank_input_batch import RankInputBatch
-from trencadis.core.launches.split_sample_launches import LaunchedHead, launch_masked
 from trencadis.core.media_spans import RESERVED_ROWS
 from trencadis.core.output_constraints import Rule
 from trencadis.core.request import Request

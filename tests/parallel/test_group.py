@@ -26,11 +26,11 @@ from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankDied, RankFailed
-from trencadis.core.executor.rank_info import can_share, check_size, threads_of
+from trencadis.core.executor.rank_info_and_fingerprint import can_share, check_size, threads_of
 from trencadis.core.executor.rank_launcher import LocalLauncher
 from trencadis.core.links import message_link
-from trencadis.core.process import child_process
-from trencadis.core.process.child_process import RANK_FOLDER
+from trencadis.core.process import child_process_environment_and_exit
+from trencadis.core.process.child_process_environment_and_exit import RANK_FOLDER
 
 FACTORY = "tests.fakes.ranks:make"
 SOON = 5.0
@@ -167,9 +167,9 @@ def test_the_next_start_removes_what_killed_engines_left(tmp_path: Path, monkeyp
             os.utime(tmp_path / name, (0, 0))
     launcher = LocalLauncher(EngineConfig(), 2)
     assert {name: (tmp_path / name).exists() for name in names} == names and launcher.folder.parent == tmp_path
-    assert launcher.close in child_process.CLEANUPS
+    assert launcher.close in child_process_environment_and_exit.CLEANUPS
     launcher.close()
-    assert not launcher.folder.exists() and launcher.close not in child_process.CLEANUPS
+    assert not launcher.folder.exists() and launcher.close not in child_process_environment_and_exit.CLEANUPS
 
 
 PARENT = """
@@ -178,7 +178,7 @@ from tests.fakes import ranks as fake_ranks
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor.rank_launcher import LocalLauncher
 from trencadis.core.links import message_link
-from trencadis.core.process import child_process
+from trencadis.core.process import child_process_environment_and_exit
 from trencadis.core.executor import rank_launcher
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor
 config = EngineConfig(policy="sleep@1", tensor_parallel_size=3)

@@ -17,7 +17,7 @@ from PIL import Image
 
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.memory import graph_measurements
+from trencadis.core.memory import graph_measurement_cache
 from trencadis.server.cli.main import main
 
 GUIDE = ("--max-num-seqs", "128", "--max-num-batched-tokens", "32768", "--max-model-len", "32768")
@@ -250,8 +250,12 @@ def test_measurements_replace_formulas(model: Path, cache: Path, capsys: pytest.
         for b in found
     ]
     held = dict.fromkeys(every, 5 << 30)
-    key = graph_measurements.MeasurementKey(graph_measurements.fingerprint(load_config(model)), "hpu", "16 bit", 8, 128)
-    graph_measurements.store(key, graph_measurements.Measurements(graphs, {b: 1.5 for b in graphs}, held), cache)
+    key = graph_measurement_cache.MeasurementKey(
+        graph_measurement_cache.fingerprint(load_config(model)), "hpu", "16 bit", 8, 128
+    )
+    graph_measurement_cache.store(
+        key, graph_measurement_cache.Measurements(graphs, {b: 1.5 for b in graphs}, held), cache
+    )
     second = report(capsys, *words)
     assert second["by_formula"] == []
     assert second["graphs"]["captured"] == second["graphs"]["planned"]
@@ -263,10 +267,10 @@ def test_measurements_replace_formulas(model: Path, cache: Path, capsys: pytest.
 
 def test_bucket_names_are_read_back() -> None:
     for bucket in (Bucket(Stage.FRESH, (2, 128)), Bucket(Stage.SAMPLE, (8,), "full"), Bucket(Stage.VISION, (64,))):
-        assert graph_measurements.bucket_of(str(bucket)) == bucket
+        assert graph_measurement_cache.bucket_of(str(bucket)) == bucket
     for text in ("fresh", "nothing[1]", "fresh[a]"):
         with pytest.raises(ValueError):
-            graph_measurements.bucket_of(text)
+            graph_measurement_cache.bucket_of(text)
 
 
 @pytest.mark.parametrize("option", [(), ("--rows-by-blocks",)])
@@ -349,32 +353,41 @@ def test_a_length_that_nobody_asked_for_is_lowered_to_the_longest_that_fits(
 
 
 def test_measurements_of_something_else_are_not_taken(cache: Path) -> None:
-    key = graph_measurements.MeasurementKey("a", "hpu", "16 bit", 1, 128)
-    path = graph_measurements.store(key, graph_measurements.Measurements({Bucket(Stage.DECODE, (1, 1)): 5}), cache)
-    assert graph_measurements.load(key, cache) == graph_measurements.Measurements({Bucket(Stage.DECODE, (1, 1)): 5})
+    key = graph_measurement_cache.MeasurementKey("a", "hpu", "16 bit", 1, 128)
+    path = graph_measurement_cache.store(
+        key, graph_measurement_cache.Measurements({Bucket(Stage.DECODE, (1, 1)): 5}), cache
+    )
+    assert graph_measurement_cache.load(key, cache) == graph_measurement_cache.Measurements(
+        {Bucket(Stage.DECODE, (1, 1)): 5}
+    )
     for old, new in (('"ranks": 1', '"ranks": 2'), ('"version": 2', '"version": 1'), ("decode", "nothing")):
         path.write_text(path.read_text().replace(old, new))
-        assert graph_measurements.load(key, cache) is None
-        graph_measurements.store(key, graph_measurements.Measurements({Bucket(Stage.DECODE, (1, 1)): 5}), cache)
-    assert graph_measurements.load(graph_measurements.MeasurementKey("b", "hpu", "16 bit", 1, 128), cache) is None
+        assert graph_measurement_cache.load(key, cache) is None
+        graph_measurement_cache.store(
+            key, graph_measurement_cache.Measurements({Bucket(Stage.DECODE, (1, 1)): 5}), cache
+        )
+    assert (
+        graph_measurement_cache.load(graph_measurement_cache.MeasurementKey("b", "hpu", "16 bit", 1, 128), cache)
+        is None
+    )
 
 
 def test_a_plan_finds_what_a_card_of_its_kind_measured(cache: Path) -> None:
     """A start stores under its card's name, which a plan does not know; a start itself reads its own card's only."""
-    key = graph_measurements.MeasurementKey("a", "cuda", "16 bit", 1, 16)
-    assert graph_measurements.load_nearest(key, cache) is None
+    key = graph_measurement_cache.MeasurementKey("a", "cuda", "16 bit", 1, 16)
+    assert graph_measurement_cache.load_nearest(key, cache) is None
     for age, name in enumerate(("cuda (old)", "cuda (new)", "hpu")):
-        path = graph_measurements.store(
-            replace(key, device=name), graph_measurements.Measurements({Bucket(Stage.DECODE, (1,)): age}), cache
+        path = graph_measurement_cache.store(
+            replace(key, device=name), graph_measurement_cache.Measurements({Bucket(Stage.DECODE, (1,)): age}), cache
         )
         os.utime(path, (age + 1, age + 1))
-    assert graph_measurements.load_nearest(key, cache) == graph_measurements.Measurements(
+    assert graph_measurement_cache.load_nearest(key, cache) == graph_measurement_cache.Measurements(
         {Bucket(Stage.DECODE, (1,)): 1}
     )
-    assert graph_measurements.load(key, cache) is None
+    assert graph_measurement_cache.load(key, cache) is None
     for other in (replace(key, model="b"), replace(key, ranks=2), replace(key, dtype="32 bit")):
-        assert graph_measurements.load_nearest(other, cache) is None
-    graph_measurements.store(key, graph_measurements.Measurements({Bucket(Stage.DECODE, (1,)): 9}), cache)
-    assert graph_measurements.load_nearest(key, cache) == graph_measurements.Measurements(
+        assert graph_measurement_cache.load_nearest(other, cache) is None
+    graph_measurement_cache.store(key, graph_measurement_cache.Measurements({Bucket(Stage.DECODE, (1,)): 9}), cache)
+    assert graph_measurement_cache.load_nearest(key, cache) == graph_measurement_cache.Measurements(
         {Bucket(Stage.DECODE, (1,)): 9}
     )

@@ -15,16 +15,16 @@ from tests.traffic.launch_lines import model_of
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.launches.hpu_host_arrays import LaunchForm, arrays, leaves
-from trencadis.backends.hpu.launches.static_tensor_copies import OutputSets, make_packing
+from trencadis.backends.hpu.launches.input_and_output_copies import OutputSets, make_packing
 from trencadis.backends.hpu.shape_policy import list_held_outputs, policy
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds
 from trencadis.core.device_shape_policy import GraphMemory, InputSizes
-from trencadis.core.launches.persistent_tensors import allocate_persistent
+from trencadis.core.launches.kv_cache_and_state_allocation import allocate_persistent
 from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.models import model_loader
 from trencadis.core.vision_config import SlotForm
-from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import Qwen25VisionConfig
 
 BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")
 IMAGES = ImageNeeds(4096, 64, 1024)

@@ -14,7 +14,7 @@ from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.engine.startup_plan import DryRun, PlannedDevice, StartupPlan
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.scheduling.image_packer import ImagePacker
+from trencadis.core.scheduling.encoder_scheduler import ImagePacker
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.server.plan.trace_plan_comparison import (
     StepNeeds,

@@ -17,7 +17,7 @@ from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from trencadis.core.checkpoint.pooling_description import CLASSIFY, Pooling
 from trencadis.core.request import Delta, Request
-from trencadis.server.tenants.admission import Bounds
+from trencadis.server.tenants.server_admission_and_byte_budgets import Bounds
 
 WIDTH = 64
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}

@@ -10,15 +10,15 @@ import pytest
 
 from tests.stubs.gaudi_container import put_cards
 from trencadis import llm_engine
-from trencadis.backends.hpu.start import gaudi_detection
-from trencadis.backends.hpu.start.gaudi_detection import Stack
+from trencadis.backends.hpu.start import gaudi_card_and_plugin_detection
+from trencadis.backends.hpu.start.gaudi_card_and_plugin_detection import Stack
 from trencadis.core import devices
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor import engine_launcher, multiproc_executor, rank_messages, rank_process
-from trencadis.core.executor.rank_info import RankInfo
+from trencadis.core.executor import engine_process_launcher, multiproc_executor, rank_messages, rank_process
+from trencadis.core.executor.rank_info_and_fingerprint import RankInfo
 from trencadis.core.process import engine_process, torch_detection
-from trencadis.server.cli import check_backend_and_model_commands
+from trencadis.server.cli import check_backend_and_compare_model
 
 pytestmark = pytest.mark.part("gaudi")
 
@@ -45,7 +45,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(engine_process, "find_factory", stop)
     monkeypatch.setattr(rank_process, "build", stop)
     monkeypatch.setattr("trencadis.core.engine.engine_builder.create_engine", stop)
-    monkeypatch.setattr(check_backend_and_model_commands, "import_module", stop)
+    monkeypatch.setattr(check_backend_and_compare_model, "import_module", stop)
     return found
 
 
@@ -78,25 +78,27 @@ def test_offline(order: list[Any]) -> None:
 def test_the_checks(order: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trencadis.server.processes.signals_and_logging.raise_early_stop", lambda: None)
     with pytest.raises(Ended):
-        check_backend_and_model_commands.main(["hpu"])
+        check_backend_and_compare_model.main(["hpu"])
     assert order == [("settle", "hpu", 0, 1), "torch", "factory"]
 
 
 def test_the_server_for_its_engine(order: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "trencadis.server"):
-        engine_launcher.make_child_environment(CONFIG, {})
+        engine_process_launcher.make_child_environment(CONFIG, {})
     assert order == [("settle", "hpu", 0, 2)] and caplog.messages == ["a line"]
-    engine_launcher.make_child_environment(EngineConfig(engine="tests.fakes.scripted:make"), {})
+    engine_process_launcher.make_child_environment(EngineConfig(engine="tests.fakes.scripted:make"), {})
     assert len(order) == 1, "a scripted engine has no device"
 
 
 def test_a_start_that_cannot_succeed_ends_before_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     put_cards(tmp_path, 1)
     monkeypatch.setenv("TRENCADIS_MACHINE_ROOT", str(tmp_path))
-    monkeypatch.setattr(gaudi_detection, "find_stack", lambda: Stack("1.24.2.31", "2.11.0+cpu", "2.13.0", True))
+    monkeypatch.setattr(
+        gaudi_card_and_plugin_detection, "find_stack", lambda: Stack("1.24.2.31", "2.11.0+cpu", "2.13.0", True)
+    )
     monkeypatch.setattr("subprocess.Popen", lambda *args, **kwargs: pytest.fail("an engine was started"))
     with pytest.raises(StartupError, match=r"was built for torch 2\.13\.0 and torch 2\.11\.0\+cpu is installed"):
-        engine_launcher.spawn_engine(EngineConfig(device="hpu"))
+        engine_process_launcher.spawn_engine(EngineConfig(device="hpu"))
 
 
 def test_a_torch_that_does_not_load_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,13 +24,13 @@ from tests.fakes.counting_engine import CRASH, DIGEST, HANG, REFUSE, SLOW, WORDS
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import Unavailable
 from trencadis.core.executor import multiproc_executor
-from trencadis.core.executor.engine_launcher import spawn_engine
+from trencadis.core.executor.engine_process_launcher import spawn_engine
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.output_constraints import Rule
-from trencadis.core.process import child_process, engine_messages
+from trencadis.core.process import child_process_environment_and_exit, engine_messages
 from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.decode_workers.worker_process import WorkerProcess
-from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import PATCH_VALUES
 from trencadis.server.engine import engine_process_link, supervisor
 from trencadis.server.engine.engine_process_link import EngineLink
 from trencadis.server.engine.supervisor import Supervisor
@@ -286,7 +286,7 @@ def test_no_secret_reaches_another_process(monkeypatch):
 
 @pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "HABANA_VISIBLE_DEVICES", "KEYBOARD", "MAX_TOKENS"])
 def test_other_variables_stay(name):
-    assert child_process.environment({name: "1"}, 1, False)[name] == "1"
+    assert child_process_environment_and_exit.environment({name: "1"}, 1, False)[name] == "1"
 
 
 def test_ten_kills_leave_nothing_behind():
@@ -347,7 +347,7 @@ def test_parent_death_ends_the_engine_from_another_folder(tmp_path):
     """Also: the engine starts from an uninstalled checkout with another working directory."""
     code = (
         "import sys, time; from trencadis.core.engine_config import EngineConfig\n"
-        "from trencadis.core.executor.engine_launcher import spawn_engine\n"
+        "from trencadis.core.executor.engine_process_launcher import spawn_engine\n"
         f"h = spawn_engine(EngineConfig(engine={CONFIG.engine!r}, threads=1)); print(h.process.pid, flush=True)\n"
         "print(len(h.sock.recv(4096)) > 8, flush=True); time.sleep(60)"
     )

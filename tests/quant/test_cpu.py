@@ -16,15 +16,15 @@ from tests.quant.test_formats import GRID, read, seen
 from trencadis.backends.cpu import int8_linear as cpu
 from trencadis.backends.cpu.batch_invariant import InvariantOps
 from trencadis.backends.cpu.int8_linear import IntegerWeight
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import KINDS, TORCH, VARIABLE, available_kinds
 from trencadis.backends.cpu.native.kernel_library import load_library
-from trencadis.backends.cpu.native.kernel_table import KINDS, TORCH, VARIABLE, available_kinds
 from trencadis.backends.cpu.native.quantised_weight_panels import PanelWeight
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.quantisation_scheme import Scheme
 from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
 
 pytestmark = pytest.mark.skipif(not cpu.is_available(), reason="this torch has no fbgemm")
 

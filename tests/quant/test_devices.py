@@ -22,7 +22,7 @@ from trencadis.backends.cuda import make_backend as make_cuda
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight
 from trencadis.backends.hpu import hpu_quantised_linear as floats8
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_quantised_linear import Floats8Weight
@@ -36,8 +36,8 @@ from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.quantisation_scheme import Scheme
 from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
 from trencadis.server.plan.plan_command import make_plan
 
 E4M3 = torch.float8_e4m3fn

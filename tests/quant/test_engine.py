@@ -30,7 +30,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.models.model_loader import load_model
-from trencadis.core.quant.quantisation_scheme import PANELS, ROWS8
+from trencadis.core.quant.quantised_weight_layout_and_bytes import PANELS, ROWS8
 from trencadis.server.cli.main import main
 
 LENGTH = 8

@@ -13,8 +13,8 @@ from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.quant_config import read_quantisation
 from trencadis.core.checkpoint.quantised_tensor_readers import READERS, RawWeight
 from trencadis.core.errors import StartupError
-from trencadis.core.quant.quantisation_scheme import Scheme
 from trencadis.core.quant.quantised_tensor import QTensor, fits, join_weights
+from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
 
 
 def read(kind: str, stored: dict[str, Tensor], shape: tuple[int, int], scheme: Scheme) -> QTensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_quantised_linear import Floats8Weight
@@ -23,7 +23,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.memory.weight_bytes import weight_notes
 from trencadis.core.models.model_loader import load_model
-from trencadis.core.quant.quantisation_scheme import CODES, FLOATS8
+from trencadis.core.quant.quantised_weight_layout_and_bytes import CODES, FLOATS8
 
 NODES: dict[str, Any] = {
     "language_model.model.layers.0.self_attn.qkv_proj": {"inputs": [0.0625], "params": {"weight": 0.00390625}},

@@ -28,7 +28,7 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import BackendConfig, LayerKV
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS, parse_kv_format
-from trencadis.core.launches.persistent_tensors import kv_cache
+from trencadis.core.launches.kv_cache_and_state_allocation import kv_cache
 from trencadis.core.memory import cache_plan
 from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.models import kv_cache_quantisation

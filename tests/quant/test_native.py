@@ -14,17 +14,17 @@ from torch import Tensor
 from tests import kernel_kinds
 from tests.quant.test_cpu import away, normal
 from trencadis.backends.cpu.int8_linear import IntegerWeight
-from trencadis.backends.cpu.native import kernel_library, kernel_table, kernel_threads, quantised_weight_panels
+from trencadis.backends.cpu.native import kernel_choice_by_cpu, kernel_library, kernel_threads, quantised_weight_panels
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import EMULATED, KINDS, VARIABLE, available_kinds
 from trencadis.backends.cpu.native.kernel_library import load_library
-from trencadis.backends.cpu.native.kernel_table import EMULATED, KINDS, VARIABLE, available_kinds
 from trencadis.backends.cpu.native.quantised_weight_panels import PanelWeight, dequantise
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cpu.shape_policy import policy
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.quantisation_scheme import FP4_HALVES, PANELS, Scheme, held_bytes
 from trencadis.core.quant.quantised_tensor import QTensor, join_weights
+from trencadis.core.quant.quantised_weight_layout_and_bytes import FP4_HALVES, PANELS, Scheme, held_bytes
 
 FLAGS = {
     "avx2": {"avx2", "fma", "f16c"},
@@ -46,7 +46,7 @@ def test_kernels_are_those_that_the_cpu_has(monkeypatch: pytest.MonkeyPatch) -> 
     flags = set(next(line for line in text.splitlines() if line.startswith("flags")).split())
     listed = tuple(kind for kind in KINDS if FLAGS[kind] <= flags)
     assert available_kinds() in (listed, tuple(kind for kind in listed if kind != "amx"))
-    assert kernel_table.chosen_table().kind == available_kinds()[-1]
+    assert kernel_choice_by_cpu.chosen_table().kind == available_kinds()[-1]
 
 
 @pytest.mark.parametrize("fault", ["missing", "broken", "older", "another CPU"])
@@ -67,7 +67,7 @@ def test_without_a_library_torch_serves_and_a_line_says_why(
     assert not have.features and said[fault] in have.why
     monkeypatch.setattr(kernel_library, "load_library", lambda: have)
     monkeypatch.delenv(VARIABLE, raising=False)
-    for cached in (kernel_library.log_quantised_kernels, kernel_table._chosen):
+    for cached in (kernel_library.log_quantised_kernels, kernel_choice_by_cpu._chosen):
         cached.cache_clear()
     with caplog.at_level(logging.INFO, "trencadis.engine"):
         packed = CpuOps().pack_quantised(quantise(normal(32, 64), Scheme(8), torch.float32))
@@ -75,7 +75,7 @@ def test_without_a_library_torch_serves_and_a_line_says_why(
     assert "integers are multiplied by" in caplog.text and said[fault] in caplog.text
     with pytest.raises(StartupError, match=said[fault]):
         monkeypatch.setenv(VARIABLE, "avx2")
-        kernel_table.chosen_table()
+        kernel_choice_by_cpu.chosen_table()
 
 
 def test_a_name_of_no_kernels_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from trencadis.core.device.backend import BackendConfig
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.quant.online_quant import ScaleSearch, codes_of, quantise, scales_of
-from trencadis.core.quant.quantisation_scheme import Scheme
+from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
 from trencadis.core.quant.writing.gptq_rounding import LayerInputs, round_compensated
 from trencadis.core.quant.writing.quantisation_recipe import CLIPS

@@ -17,7 +17,7 @@ from tests.random_inputs.grammar_draws import GrammarDraws
 from tests.random_inputs.random_schemas import REAL, random_schema
 from trencadis.core.errors import BadRequest
 from trencadis.core.token_masks.grammar_matcher import CompiledGrammars
-from trencadis.server.grammars.grammar_writer import WhitespaceRule
+from trencadis.server.grammars.lark_grammar_and_tool_functions import WhitespaceRule
 from trencadis.server.grammars.response_format import RequestedFormat
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 

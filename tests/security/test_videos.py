@@ -17,7 +17,7 @@ from trencadis.core.errors import TrencadisError
 from trencadis.multimodal.decode_workers.worker_pool import JobResult
 from trencadis.multimodal.images.image_decode_client import ImageDecoder
 from trencadis.multimodal.images.processor_cache import ProcessorCache
-from trencadis.multimodal.media_options import MediaOptions, MediaPart
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaOptions, MediaPart
 from trencadis.multimodal.processor_interface import PreparedVideo
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 from trencadis.multimodal.sources.media_loader import MediaLoader

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from trencadis.core.errors import BadRequest, QueueFull
-from trencadis.server.tenants.admission import Admission, BodyBudget, Bounds
+from trencadis.server.tenants.server_admission_and_byte_budgets import Admission, BodyBudget, Bounds
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 PIXELS = 56 * 84

@@ -15,12 +15,12 @@ import pytest
 from tests.fakes.scripted_app import ScriptedApp
 from trencadis.core.errors import BadRequest, QueueFull
 from trencadis.core.request import SamplingParams
-from trencadis.server.engine.engine_client import RequestTiming
+from trencadis.server.engine.engine_client_and_request_timing import RequestTiming
 from trencadis.server.prompts.output_processor import PieceCollector, TextPiece
 from trencadis.server.protocol.chat_completions import ChatResponse
 from trencadis.server.routes import json_io
 from trencadis.server.routes.json_io import LazyItems, SlicedResponse, stream_json, write_json
-from trencadis.server.tenants.admission import FREE, AnswerBudget, AnswerShape
+from trencadis.server.tenants.server_admission_and_byte_budgets import FREE, AnswerBudget, AnswerShape
 
 CHAT = AnswerShape(100, "top_logprobs", "max_tokens")
 
@@ -115,7 +115,7 @@ def test_a_large_answer_says_what_a_small_one_says(
 ) -> None:
     small = harness.call(path, ASKED[path])
     assert small.status_code == 200, small.text
-    monkeypatch.setattr("trencadis.server.tenants.admission.FREE", 0)
+    monkeypatch.setattr("trencadis.server.tenants.server_admission_and_byte_budgets.FREE", 0)
     monkeypatch.setattr(json_io, "JSON_SLICE", 3)
     monkeypatch.setattr(json_io, "WRITE", 100)
     large = harness.call(path, ASKED[path])
@@ -299,7 +299,7 @@ def test_the_whole_vocabulary_is_reported(
     first = harness.call(path, body)
     assert first.status_code == 200, first.text
     assert harness.engine.submitted[-1][0].params.logprobs == (500 if path.endswith("responses") else limits.vocab)
-    monkeypatch.setattr("trencadis.server.tenants.admission.FREE", 0)
+    monkeypatch.setattr("trencadis.server.tenants.server_admission_and_byte_budgets.FREE", 0)
     sliced = harness.call(path, body)
     assert sliced.status_code == 200 and len(sliced.text) == pytest.approx(len(first.text), abs=20)
     assert sliced.text.count('"logprob') == first.text.count('"logprob')

@@ -14,7 +14,7 @@ import pytest
 from tests.hostile import floods
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError
 from trencadis.core.json_types import Json
-from trencadis.server.http import app
+from trencadis.server.http import fastapi_app
 from trencadis.server.protocol import base_request, json_body_limits
 from trencadis.server.protocol.base_request import FieldContext
 from trencadis.server.protocol.chat_completions import ChatRequest
@@ -159,8 +159,10 @@ def test_fields_prompts_and_templates_have_a_most(harness: Any) -> None:
 
 def test_a_wrong_item_is_told_once(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[int] = []
-    plain = app.format_validation_error
-    monkeypatch.setattr(app, "format_validation_error", lambda errors: reported.append(len(errors)) or plain(errors))
+    plain = fastapi_app.format_validation_error
+    monkeypatch.setattr(
+        fastapi_app, "format_validation_error", lambda errors: reported.append(len(errors)) or plain(errors)
+    )
     wrong = ["a"] * 900
     assert harness.chat(stop_token_ids=wrong).status_code == 400
     assert harness.complete([1, *wrong]).status_code == 400
@@ -361,7 +363,7 @@ def test_others_have_their_turn_while_a_body_is_read_and_its_prompts_start(harne
 
 
 def test_a_detokenize_request_has_a_ticket_and_a_most(harness: Any) -> None:
-    from trencadis.server.tenants.admission import Bounds
+    from trencadis.server.tenants.server_admission_and_byte_budgets import Bounds
 
     harness.app(bounds=Bounds(requests=1))
     other = harness.made.state.trencadis.admission.enter()

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from trencadis.core.engine_stats import GraphCounters
 from trencadis.core.errors import Conflict, NotFound
-from trencadis.core.graph_plan_report import (
+from trencadis.core.graph_and_bucket_learning_report import (
     MEANINGS,
     POOL_FULL,
     SKIP,

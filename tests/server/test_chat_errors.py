@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trencadis.core.errors import QueueFull, Unavailable
-from trencadis.server.tenants.admission import Bounds
+from trencadis.server.tenants.server_admission_and_byte_budgets import Bounds
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 USER = [{"role": "user", "content": "Hi"}]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trencadis.core.process.engine_messages import EngineInfo, EngineStats
-from trencadis.multimodal.media_options import MediaOptions
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaOptions
 
 URL = "data:image/png;base64,AAAA"
 IMAGE = {"type": "image_url", "image_url": {"url": URL}}

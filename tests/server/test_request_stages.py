@@ -9,9 +9,9 @@ import pytest
 
 from trencadis.core.process.engine_messages import BucketUse, EngineStats
 from trencadis.core.request import RequestStats
-from trencadis.server.engine.engine_client import RequestTiming
+from trencadis.server.engine.engine_client_and_request_timing import RequestTiming
 from trencadis.server.metrics.prometheus import ThroughputLog
-from trencadis.server.metrics.request_record import STAGES, format_closing, get_stage_seconds
+from trencadis.server.metrics.request_record_logs_and_metrics import STAGES, format_closing, get_stage_seconds
 
 
 class Ended:

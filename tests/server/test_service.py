@@ -17,15 +17,15 @@ from trencadis.core.errors import BadRequest, Unavailable
 from trencadis.core.request import Delta, SamplingParams
 from trencadis.server.prompts.multimodal_inputs import PlaceholderJoiner
 from trencadis.server.prompts.output_processor import ChoiceStream, make_detokenizers
+from trencadis.server.prompts.prompt_builder import TextService
 from trencadis.server.prompts.sampling_params import SamplingDefaults, resolve_output_limit
-from trencadis.server.prompts.text_service import TextService
 from trencadis.server.routes.app_state import HttpSettings
-from trencadis.server.tenants.admission import Bounds
+from trencadis.server.tenants.server_admission_and_byte_budgets import Bounds
 
 
 def test_no_web_framework_and_no_torch() -> None:
     code = (
-        "import sys, trencadis.server.prompts.text_service, trencadis.server.prompts.output_processor\n"
+        "import sys, trencadis.server.prompts.prompt_builder, trencadis.server.prompts.output_processor\n"
         "bad = {'fastapi', 'starlette', 'torch', 'transformers', 'uvicorn'} & set(sys.modules)\n"
         "assert not bad, bad"
     )

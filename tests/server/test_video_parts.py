@@ -13,7 +13,7 @@ import pytest
 
 from tests.fakes.checkpoints import TEMPLATE
 from trencadis.core.errors import BadRequest
-from trencadis.multimodal.media_options import MediaOptions, MediaPart
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaOptions, MediaPart
 from trencadis.multimodal.processor_interface import PreparedImage, PreparedVideo
 from trencadis.server.prompts.multimodal_inputs import PlaceholderJoiner, arrange_media
 from trencadis.server.prompts.prompt_and_chat_messages import read_part

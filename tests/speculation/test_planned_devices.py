@@ -27,7 +27,7 @@ from tests.speculation.test_eagle3 import head_at, weights_of
 from tests.traffic.ruled_requests import vocabulary
 from trencadis.backends.cpu import make_backend as make_cpu
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings

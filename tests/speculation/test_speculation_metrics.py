@@ -5,7 +5,7 @@ from __future__ import annotations
 from trencadis.core.engine_stats import EngineStats
 from trencadis.core.request import RequestStats
 from trencadis.server.metrics.prometheus import ThroughputLog
-from trencadis.server.metrics.request_record import format_drafts, make_speculation_families
+from trencadis.server.metrics.request_record_logs_and_metrics import format_drafts, make_speculation_families
 
 SOME = EngineStats(
     running=1, spec_drafts=10, spec_draft_tokens=40, spec_accepted=25, spec_accepted_at=[10, 8, 5, 2],

@@ -30,7 +30,7 @@ from trencadis.core.checkpoint.model_registry import image_needs
 from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.rank_info import can_share
+from trencadis.core.executor.rank_info_and_fingerprint import can_share
 from trencadis.core.launches.encoder_data_parallel import GatheredRows, assign_images
 from trencadis.core.media_spans import SINK_ROW
 from trencadis.core.memory.cache_plan import weights_bytes

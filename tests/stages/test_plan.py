@@ -28,7 +28,7 @@ from trencadis.core.engine.startup_plan import DryRun, PlannedDevice, StartupPla
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.pipeline_transfer import LAST
-from trencadis.core.memory import graph_measurements
+from trencadis.core.memory import graph_measurement_cache
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.pipeline_partition import check_ranks, split_model
 from trencadis.server.plan.plan_command import main
@@ -85,11 +85,11 @@ def start(model: ModelConfig, config: EngineConfig, ranks: int, pipe: Meeting, t
 def on_paper(parts: Sequence[ModelConfig], config: EngineConfig, ranks: int, total: int) -> tuple[StartupPlan, ...]:
     device, starts = PlannedDevice("hpu", total, 0, ranks, 2), []
     for part in parts:
-        known = graph_measurements.load(
-            graph_measurements.MeasurementKey(
-                graph_measurements.fingerprint(part), "hpu (emulated)", "16 bit", ranks, 128
+        known = graph_measurement_cache.load(
+            graph_measurement_cache.MeasurementKey(
+                graph_measurement_cache.fingerprint(part), "hpu (emulated)", "16 bit", ranks, 128
             ),
-            graph_measurements.folder(),
+            graph_measurement_cache.folder(),
         )
         starts.append(DryRun(config, part, SERVING, BucketOptions(), IMAGES, device, known))
     return planned_stages(starts)
@@ -211,5 +211,5 @@ def test_text_of_one_stage_is_as_before(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_share_has_measurements_of_its_own() -> None:
     model = model_of(*SIZES["2B"][0], vision=True)
     parts = split_model(model, 2)
-    names = {graph_measurements.fingerprint(m) for m in (model, *parts)}
-    assert len(names) == 3 and graph_measurements.fingerprint(dataclasses.replace(parts[0], part=None)) in names
+    names = {graph_measurement_cache.fingerprint(m) for m in (model, *parts)}
+    assert len(names) == 3 and graph_measurement_cache.fingerprint(dataclasses.replace(parts[0], part=None)) in names

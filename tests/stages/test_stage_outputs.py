@@ -17,7 +17,7 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor import rank_messages
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankFailed
-from trencadis.core.executor.rank_info import RankInfo
+from trencadis.core.executor.rank_info_and_fingerprint import RankInfo
 from trencadis.core.launches.pipeline_transfer import StageOutputs
 from trencadis.core.step_output import HeadOutput, StepOutput, StepStats, TargetScores
 

@@ -14,7 +14,7 @@ from tests.fakes.scripted_app import ScriptedApp, ScriptedEngine
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request, TokenLogprob
 from trencadis.server.config.server_config import ServerConfig
-from trencadis.server.engine.engine_client import DeltaCallback
+from trencadis.server.engine.engine_client_and_request_timing import DeltaCallback
 from trencadis.server.engine.engine_process_link import RequestLink
 from trencadis.server.http.uvicorn_server import make_server
 

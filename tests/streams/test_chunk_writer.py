@@ -17,7 +17,7 @@ from tests.fakes.text_checkpoint import write_text_checkpoint
 from tests.streams.recorded_connection import HIGH, WiredClient, WiredEngine, score, settled, wired
 from trencadis.core.errors import QueueFull
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine import engine_client, engine_process_link
+from trencadis.server.engine import engine_client_and_request_timing, engine_process_link
 from trencadis.server.engine.engine_process_link import RequestLink
 
 CHAT = "/v1/chat/completions"
@@ -121,7 +121,7 @@ def test_a_stream_that_nothing_reads_ends_at_the_bound_of_answers(
         streams = Streams(harness, 2, **body, flags={"max_answer_bytes": most})
         await streams.begin()
         await streams.say("a")
-        slow, backlog = streams.clients[0].transport, engine_client.BACKLOG
+        slow, backlog = streams.clients[0].transport, engine_client_and_request_timing.BACKLOG
         slow.full, steps = True, 0
 
         def make(request: Request, choice: int) -> Delta:
@@ -145,13 +145,13 @@ def test_a_stream_that_nothing_reads_ends_at_the_bound_of_answers(
     try:
         run(run_all)
     finally:
-        engine_client.BACKLOG.most = 64 << 20
+        engine_client_and_request_timing.BACKLOG.most = 64 << 20
     assert [r.levelname for r in caplog.records if "too slowly" in r.getMessage()] == ["WARNING"]
 
 
 def test_streams_that_wait_share_the_bytes_of_large_answers() -> None:
     async def body() -> None:
-        backlog = engine_client.Backlog(1 << 20, 1 << 20, lambda: 256 << 10)
+        backlog = engine_client_and_request_timing.Backlog(1 << 20, 1 << 20, lambda: 256 << 10)
         first, second, small = (engine_process_link.OpenRequest([], 1, backlog) for _ in range(3))
         small.deliver(Delta("c", 0, [5]))
         assert backlog.held == 0, "what all readers have waiting is not counted"

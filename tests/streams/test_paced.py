@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 from itertools import pairwise
 
-from trencadis.server.http.event_loop_pacing import PacedCalls
+from trencadis.server.http.pending_request_heads_by_tenant import PacedCalls
 
 
 def test_a_flood_leaves_every_pass_to_others_and_a_mistake_stops_no_call() -> None:

@@ -30,8 +30,8 @@ from tests.server.http.test_connection import Site, answer
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import Unavailable
 from trencadis.server.tenants import fair_queue as turns_module
-from trencadis.server.tenants.admission import Bounds
 from trencadis.server.tenants.fair_queue import MIN_ADMITTED, FairQueueEntry, FairQueueStage, TenantFairQueue
+from trencadis.server.tenants.server_admission_and_byte_budgets import Bounds
 
 FAIR = EngineConfig(model="m", scheduling_policy="fair")
 

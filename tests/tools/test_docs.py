@@ -24,7 +24,7 @@ from trencadis.server.bench import bench_command as bench
 from trencadis.server.cli import (
     chat_and_complete_commands,
     check_accuracy,
-    check_backend_and_model_commands,
+    check_backend_and_compare_model,
     check_device,
     quantize_and_merge_lora_commands,
 )
@@ -179,9 +179,9 @@ def own_flags(command: Command) -> None:
     elif name == "merge-lora":
         assert len(words) == 3 or not (words or command.typed), command
     elif name == "check-backend":
-        check_backend_and_model_commands.parse(words or ["numpy"])
+        check_backend_and_compare_model.parse(words or ["numpy"])
     elif name == "check-model":
-        assert check_backend_and_model_commands.parse_model_options(words).path or not command.typed, command
+        assert check_backend_and_compare_model.parse_model_options(words).path or not command.typed, command
     elif name == "check-accuracy":
         check_accuracy.parse(words)
     elif name == "check-device" or name.removeprefix("check-") in devices.BUILT:

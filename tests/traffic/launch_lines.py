@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from trencadis.backends.hpu.shape_policy import SERVING
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.shapes.bucket_options import BucketOptions, read_bucket_options
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits
-from trencadis.multimodal.qwen2_vl.config import FACTOR
-from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig as VisionConfig
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import FACTOR
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import Qwen25VisionConfig as VisionConfig
 from trencadis.multimodal.qwen2_vl.smart_resize import square_sizes
 
 GUIDE = ShapeLimits(

@@ -9,7 +9,7 @@ from typing import Any
 
 from trencadis.multimodal.decode_workers.worker_pool import Job, JobResult, WorkerPool
 from trencadis.multimodal.images.image_frontend import ImageFrontend
-from trencadis.multimodal.media_options import NO_SCOPE, MediaPart, MediaScope
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.processor_interface import PreparedImage
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from trencadis.core.engine.engine import Engine
 from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import BeamRule, Delta, Request, SamplingParams
-from trencadis.multimodal.qwen2_vl.config import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import PATCH_VALUES
 
 
 def image_span(offset: int, rng: random.Random, most: int) -> MediaSpan:

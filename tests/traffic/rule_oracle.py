@@ -9,7 +9,7 @@ import numpy as np
 
 from trencadis.core.output_constraints import Rule
 from trencadis.core.request import SamplingParams
-from trencadis.core.token_masks.grammar_vocabulary import Vocabulary, open_tokenizer
+from trencadis.core.token_masks.grammar_tokenizer_and_vocabulary import Vocabulary, open_tokenizer
 
 EOS = 0
 THINK, END = 56, 57

@@ -11,7 +11,7 @@ from tests.traffic.requests import Traffic, random_request
 from trencadis.core.engine.engine import Engine
 from trencadis.core.output_constraints import Repetition, Rule, ThinkingBudget
 from trencadis.core.request import Delta, Request
-from trencadis.core.token_masks.grammar_vocabulary import Vocabulary
+from trencadis.core.token_masks.grammar_tokenizer_and_vocabulary import Vocabulary
 
 LL = llguidance.LLMatcher
 SCHEMA = {

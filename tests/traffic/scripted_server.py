@@ -19,7 +19,7 @@ from tests.fakes.scripted_app import ScriptedApp, ScriptedEngine, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from trencadis.core.request import Delta, Request
 from trencadis.server.config.server_config import ServerConfig
-from trencadis.server.http.app import create_app
+from trencadis.server.http.fastapi_app import create_app
 from trencadis.server.http.listener import open_listener
 from trencadis.server.http.uvicorn_server import make_server
 from trencadis.server.routes.app_state import HttpSettings

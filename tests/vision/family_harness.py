@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from tests.oracles.transformers_model import make_image
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import reserved_rows
 from trencadis.core.checkpoint.model_registry import image_processor
 from trencadis.core.device.backend import BackendConfig
-from trencadis.core.launches.persistent_tensors import allocate_persistent
+from trencadis.core.launches.kv_cache_and_state_allocation import allocate_persistent
 from trencadis.core.memory.memory_estimator import arena_width
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.shapes.bucket_options import vision_boundaries
@@ -51,7 +51,7 @@ def backend_of(device: str, vocab: int) -> Any:
     """A backend in float32."""
     if device == "hpu":
         from trencadis.backends.hpu.backend import HpuBackend
-        from trencadis.backends.hpu.emulator.card_profiles import profile
+        from trencadis.backends.hpu.emulator.card_profiles_and_op_support import profile
         from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
         from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
         from trencadis.backends.hpu.hpu_settings import HpuSettings

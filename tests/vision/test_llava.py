@@ -23,7 +23,7 @@ from trencadis.core.buckets import ENCODER_SLOTS, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_registry import image_needs, image_processor
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.core.scheduling.image_packer import ImagePacker
+from trencadis.core.scheduling.encoder_scheduler import ImagePacker
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits

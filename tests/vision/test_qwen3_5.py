@@ -21,7 +21,7 @@ from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import StartupError
 from trencadis.multimodal.patch_packing import count_slots
-from trencadis.multimodal.pixel_normalisation import IMAGENET_STANDARD
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import IMAGENET_STANDARD
 
 FORMS: dict[str, dict[str, Any]] = {
     "dense": {},

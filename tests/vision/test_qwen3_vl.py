@@ -22,7 +22,7 @@ from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_registry import image_needs, image_processor
 from trencadis.multimodal.patch_packing import count_slots
-from trencadis.multimodal.pixel_normalisation import IMAGENET_STANDARD
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import IMAGENET_STANDARD
 from trencadis.multimodal.qwen3_vl import config as table_places
 
 BAR = 1e-5

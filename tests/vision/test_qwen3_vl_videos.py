@@ -18,7 +18,7 @@ from tests.vision.vision_checkpoints import qwen3_vl
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_registry import image_processor
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.multimodal.media_options import MediaOptions
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaOptions
 from trencadis.multimodal.placeholders import expand_with_timestamps, format_timestamps
 from trencadis.multimodal.processor_interface import PreparedImage, PreparedVideo
 from trencadis.multimodal.videos.frame_sampling import FrameLimits, sample_clip_frames

@@ -23,7 +23,7 @@ from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.launches.pending_step import PendingStep
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.scheduling.image_packer import ImagePacker
+from trencadis.core.scheduling.encoder_scheduler import ImagePacker
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits

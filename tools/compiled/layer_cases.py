@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trencadis.backends.cpu.reference_ops import PlainWeight
 from trencadis.backends.cuda.kernels import tile_sizes
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import SingleAttn
+from trencadis.backends.cuda.kernels.attention_metadata import SingleAttn
 from trencadis.backends.cuda.kernels.layers import fused_decode_attention, skinny_gemm
 from trencadis.backends.cuda.kernels.peers import one_shot_reduce, two_shot_reduce
 from trencadis.core.device.backend import LayerKV, Rotary

@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry, Metric  # noqa: E402
 from trencadis.core.engine_config import EngineConfig  # noqa: E402
 from trencadis.core.engine_stats import BucketUse, EngineInfo, EngineStats, GraphCounters  # noqa: E402
 from trencadis.core.startup_progress_and_warmup_pacing import Warming  # noqa: E402
-from trencadis.server.engine.engine_client import EngineClient  # noqa: E402
-from trencadis.server.metrics import process_and_tenant_collectors  # noqa: E402
-from trencadis.server.metrics.process_and_tenant_collectors import (  # noqa: E402
+from trencadis.server.engine.engine_client_and_request_timing import EngineClient  # noqa: E402
+from trencadis.server.metrics import process_tenant_and_sleep_collectors  # noqa: E402
+from trencadis.server.metrics.process_tenant_and_sleep_collectors import (  # noqa: E402
     ROLES,
     LogCollector,
     ProcessesCollector,
@@ -28,7 +28,7 @@ from trencadis.server.metrics.process_and_tenant_collectors import (  # noqa: E4
     TraceCollector,
 )
 from trencadis.server.metrics.prometheus import PrometheusMetrics  # noqa: E402
-from trencadis.server.tenants.admission import Admission  # noqa: E402
+from trencadis.server.tenants.server_admission_and_byte_budgets import Admission  # noqa: E402
 from trencadis.server.tenants.tenant_registry import TenantRegistry  # noqa: E402
 
 PAGE = ROOT / "docs" / "metrics.md"
@@ -67,7 +67,7 @@ def page() -> str:
     """The page."""
     registry = server_registry()
     families = sorted(registry.collect(), key=lambda f: f.name)
-    old = {f"vllm:{name}" for name in process_and_tenant_collectors.DEPRECATED_NAMES}
+    old = {f"vllm:{name}" for name in process_tenant_and_sleep_collectors.DEPRECATED_NAMES}
     parts = [HEAD]
     left = [f for f in families if not f.name.startswith(("process_", "python_")) and f.name not in old]
     for title, pattern in GROUPS.items():

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import StreamingResponse
 
-    from trencadis.core.executor.engine_launcher import EngineHandle
+    from trencadis.core.executor.engine_process_launcher import EngineHandle
 
 
 POLL_SECONDS = 0.1

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.cpu import make_backend
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import OUT, POST, ModelConfig
 from trencadis.core.cross_attention_inputs import (
@@ -24,7 +24,7 @@ from trencadis.core.cross_attention_inputs import (
 )
 from trencadis.core.device.backend import Backend, BackendConfig, Comm
 from trencadis.core.launch_inputs import StepInputs
-from trencadis.core.launches.persistent_tensors import allocate_persistent
+from trencadis.core.launches.kv_cache_and_state_allocation import allocate_persistent
 from trencadis.core.models import model_loader
 from trencadis.core.models.attention import SharedAttention
 from trencadis.core.step import Encode

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trencadis.backends.cpu.native import bounds_checks, kernel_threads
 from trencadis.backends.cpu.native.ctypes_structs import AttendLayout, FlashLayout, RotaryLayout
-from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import KernelTable, Op
 from trencadis.backends.cpu.native.quantised_weight_panels import DTYPE_NAMES, TYPES
 from trencadis.core.device.backend import LayerKV
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from trencadis.backends.cpu.native import kernel_threads
 from trencadis.backends.cpu.native.ctypes_structs import DenseLayout
-from trencadis.backends.cpu.native.kernel_table import ANY, SHARED_ROWS, KernelTable, Op
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import ANY, SHARED_ROWS, KernelTable, Op
 from trencadis.backends.cpu.native.quantised_weight_panels import DTYPE_NAMES
 from trencadis.core.buckets import align_up
 
@@ -105,7 +105,7 @@ class Panels:
     most_rows: int
     """Maximum rows of a product; any number for a weight in a layout that oneDNN cannot read."""
     kind: int
-    """Kind of the kernels, a number of ``kernel_table.NUMBERS``."""
+    """Kind of the kernels, a number of ``kernel_choice_by_cpu.NUMBERS``."""
     call_rows: int
     """Maximum rows of a call of the library."""
     held: tuple[DenseLayout, Tensor, Tensor | None] = field(init=False, repr=False)

@@ -1,7 +1,7 @@
 """Loads this package's compiled kernels and reads the CPU's features from them.
 
 The library is built with the package if there is a C compiler (setup.py), and loaded by ctypes: it is plain C, so that
-one binary works with any torch. ``kernel_table`` decides which of its kernels are used.
+one binary works with any torch. ``kernel_choice_by_cpu`` decides which of its kernels are used.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trencadis.backends.cpu.native import bounds_checks, kernel_threads, weight_packing
 from trencadis.backends.cpu.native.ctypes_structs import AdaptersLayout
-from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import KernelTable, Op
 from trencadis.backends.cpu.native.quantised_weight_panels import DTYPE_NAMES, TYPES
 
 BLOCK = 64
@@ -44,7 +44,7 @@ class SlotAdapters:
         a: [slots, parts, rank, in].
         b: [slots, blocks, rank, ``BLOCK``]; each block has outputs of one part, and zeros after the last one.
         places: int64 [blocks, 3]: the part of each block, its first output and its number of outputs.
-        kind: kind of the kernels, a number of ``kernel_table.NUMBERS``.
+        kind: kind of the kernels, a number of ``kernel_choice_by_cpu.NUMBERS``.
     """
 
     a: Tensor

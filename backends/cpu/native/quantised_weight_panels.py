@@ -15,11 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.backends.cpu.native import kernel_library, kernel_table, kernel_threads
+from trencadis.backends.cpu.native import kernel_choice_by_cpu, kernel_library, kernel_threads
 from trencadis.backends.cpu.native.ctypes_structs import Layout
-from trencadis.backends.cpu.native.kernel_table import BFLOAT16, FLOAT16, FLOAT32
-from trencadis.core.quant.quantisation_scheme import CELL, FP4_HALVES, PANEL, cut_columns, fill_up, panel_columns
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import BFLOAT16, FLOAT16, FLOAT32
 from trencadis.core.quant.quantised_tensor import SLAB, QTensor
+from trencadis.core.quant.quantised_weight_layout_and_bytes import (
+    CELL,
+    FP4_HALVES,
+    PANEL,
+    cut_columns,
+    fill_up,
+    panel_columns,
+)
 
 STEP = 8
 """Columns must be a multiple of this."""
@@ -50,7 +57,7 @@ class PanelWeight:
         bias: [out] of the engine's dtype.
         values: uint8 [16], the value of each 4-bit code; None: the code itself.
         middle: the value that stands for zero if there are no zero points.
-        kind: kind of the kernels, a number of ``kernel_table.NUMBERS``.
+        kind: kind of the kernels, a number of ``kernel_choice_by_cpu.NUMBERS``.
     """
 
     codes: Tensor
@@ -86,7 +93,7 @@ class PanelWeight:
 
 def panel_weight(q: QTensor, bias: Tensor | None) -> PanelWeight | None:
     """Packs integers for the kernels in use; returns None if these are torch's, or if sums could overflow."""
-    table = kernel_table.chosen_table()
+    table = kernel_choice_by_cpu.chosen_table()
     kind = table.number
     if not kind or q.data.dtype != torch.int8 or q.dtype not in TYPES:
         return None

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from trencadis.backends.cpu.native import bounds_checks, kernel_threads
 from trencadis.backends.cpu.native.ctypes_structs import ConvolutionLayout, DeltaLayout, DeltaNetLayout
-from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import KernelTable, Op
 from trencadis.backends.cpu.native.quantised_weight_panels import DTYPE_NAMES, TYPES
 from trencadis.core.device.backend import Attn
 from trencadis.core.device.launch_tensors import RecurrentRows
-from trencadis.core.models.interface import DeltaNetWeights, RecurrentState
+from trencadis.core.models.model_and_ops_api import DeltaNetWeights, RecurrentState
 
 LANES = 16
 """Sizes of the delta rule's heads must be multiples of this, the widest vector."""

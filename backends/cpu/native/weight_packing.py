@@ -27,7 +27,7 @@ from torch import Tensor
 
 from trencadis.backends.cpu.native import dense_linear, kernel_threads
 from trencadis.backends.cpu.native.ctypes_structs import PackCall
-from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import ANY, KernelTable
 from trencadis.backends.cpu.native.quantised_weight_panels import TYPES
 from trencadis.core import envs
 from trencadis.core.buckets import align_up

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import ItemAttn
+from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn
 from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffer
 from trencadis.backends.cuda.runtime_protocol import Runtime, Stream

@@ -36,8 +36,8 @@ from trencadis.core.device.backend import (
 )
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows
 from trencadis.core.kv_cache_format import ZERO_BLOCK
-from trencadis.core.quant.quantisation_scheme import DECODED_BYTES, DECODED_ROWS
 from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.quantised_weight_layout_and_bytes import DECODED_BYTES, DECODED_ROWS
 
 BY_LENGTH = CpuOps()
 _KERNELS = torch.library.Library("trencadis_twin", "DEF")  # type: ignore[no-untyped-call]

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten
 from trencadis.backends.cuda.cpu_twin.cuda_rules import CaptureError, CaptureOrder, PinnedBlocks
 from trencadis.backends.cuda.cpu_twin.twin_recording import LaunchReads, TwinRecording
 from trencadis.backends.cuda.runtime_protocol import Array, CudaEvent, Graph, Stream
-from trencadis.backends.fault_injection import STEP, Hooks
+from trencadis.backends.fault_injection_hooks import STEP, Hooks
 from trencadis.core.device.backend import Body, Memory, OutOfDeviceMemory
 from trencadis.core.errors import StartupError
 from trencadis.core.graphs.graph_manager import WallStopwatch

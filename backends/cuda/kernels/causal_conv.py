@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import ItemRows, LaunchRows
+from trencadis.backends.cuda.kernels.attention_metadata import ItemRows, LaunchRows
 
 CHANNELS, TOKENS = 256, 16
 """Channels and tokens of a program."""

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import kernel_launch_tensors, online_softmax, tile_sizes
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import CrossAttentionItems, SingleCrossAttention
+from trencadis.backends.cuda.kernels import attention_metadata, online_softmax, tile_sizes
+from trencadis.backends.cuda.kernels.attention_metadata import CrossAttentionItems, SingleCrossAttention
 from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import DRAWN, IMAGE_SPAN, cross_attention_lanes
 
 SLAB, AHEAD = 8, 4
@@ -67,7 +67,7 @@ def cross_attend(
     """
     tokens, heads, d = q.shape
     lanes, groups = results.values.shape[2], k.shape[1] // d
-    kernel_launch_tensors.check_cross_attention(q, k, v, items, out)
+    attention_metadata.check_cross_attention(q, k, v, items, out)
     group = heads // groups
     tile = tile_sizes.pick("attend_pictures", q, group, "one" if lanes == DRAWN else "many")
     subs, slabs = lanes // tile.m, lanes // SLAB

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import CHUNK, ItemRows, LaunchRows
+from trencadis.backends.cuda.kernels.attention_metadata import CHUNK, ItemRows, LaunchRows
 
 PIECE = 16
 MOST_BYTES = 64 << 20

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import kernel_launch_tensors, online_softmax, quantised_kv_attention, tile_sizes
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import ItemAttn, SingleAttn
+from trencadis.backends.cuda.kernels import attention_metadata, online_softmax, quantised_kv_attention, tile_sizes
+from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn, SingleAttn
 from trencadis.backends.cuda.kernels.layers import dependent_launch
 from trencadis.backends.cuda.kernels.paged_attention_loop import KeyRanges, PagedKeys, attend_reach, start_run
 from trencadis.backends.cuda.kernels.quantised_kv_attention import CodedKeys, attend_coded_reach, few_of
@@ -74,7 +74,7 @@ def attend_text(
         sinks: float32 [heads], as for ``backend.Ops.attend``.
         planned: query heads per KV head by which ``attn`` was planned, if layers differ; 0: those of q.
     """
-    kernel_launch_tensors.check_paged(q, kv, out)
+    attention_metadata.check_paged(q, kv, out)
     tokens, heads, d = q.shape
     groups = kv.k.shape[2]
     group, lanes, single = heads // groups, block_lanes(attn, tokens, alike), isinstance(attn, SingleAttn)

@@ -22,7 +22,7 @@ from torch import Tensor
 from triton import knobs
 
 from trencadis.backends.cuda.kernels import tile_sizes
-from trencadis.backends.cuda.kernels.torch_device_module import in_use
+from trencadis.backends.cuda.kernels.gpu_platform import in_use
 from trencadis.backends.cuda.weights.quantised_weight import (
     E4M3,
     INT4,
@@ -32,7 +32,7 @@ from trencadis.backends.cuda.weights.quantised_weight import (
     TINY,
     QuantisedWeight,
 )
-from trencadis.core.quant.quantisation_scheme import DECODED_BYTES, DECODED_ROWS, half_of
+from trencadis.core.quant.quantised_weight_layout_and_bytes import DECODED_BYTES, DECODED_ROWS, half_of
 
 FEW, SOME = 15, 64
 """Maximum rows of a launch that is cut by columns, and of one in small tiles."""

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import kernel_launch_tensors, tile_sizes
+from trencadis.backends.cuda.kernels import attention_metadata, tile_sizes
 
 
 def rotary(positions: Tensor, inv_freq: Tensor, axis: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -45,7 +45,7 @@ def rope_store(
         slot_map: int64 [tokens] block * block_size + offset.
         out: like q, the last two dimensions contiguous; q itself may be given.
     """
-    kernel_launch_tensors.check_rope(q, k, cos, sin, out)
+    attention_metadata.check_rope(q, k, cos, sin, out)
     assert v.shape == k.shape and v.stride()[1:] == k.stride()[1:] and slot_map.shape == q.shape[:1]
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape == v_cache.shape
     assert k_cache.shape[2:] == k.shape[1:] and k_cache.dtype == v_cache.dtype == q.dtype
@@ -61,7 +61,7 @@ def rope_store(
 
 def rope_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor) -> None:
     """Rotates q and k [slots, heads, d] into ``q_out`` and ``k_out``; each may be its own input."""
-    kernel_launch_tensors.check_rope(q, k, cos, sin, q_out)
+    attention_metadata.check_rope(q, k, cos, sin, q_out)
     assert k_out.shape == k.shape and k_out.stride()[1:] == k.stride()[1:]
     d, heads, groups = q.shape[2], q.shape[1], k.shape[1]
     rope_kernel[(q.shape[0],)](

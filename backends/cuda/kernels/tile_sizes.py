@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels.torch_device_module import in_use
+from trencadis.backends.cuda.kernels.gpu_platform import in_use
 
 FOLDER = Path(__file__).parent / "tiles"
 INTERPRETED = 90

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import kernel_launch_tensors, online_softmax, tile_sizes
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import CudaSegments
+from trencadis.backends.cuda.kernels import attention_metadata, online_softmax, tile_sizes
+from trencadis.backends.cuda.kernels.attention_metadata import CudaSegments
 from trencadis.core.vision_config import WINDOW_SLOTS
 
 WINDOW = WINDOW_SLOTS
@@ -27,7 +27,7 @@ def attend_windows(q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: fl
         q, k, v: [slots, heads, d], the last two dimensions contiguous.
         out: like q, contiguous.
     """
-    kernel_launch_tensors.check_packed(q, k, v, out)
+    attention_metadata.check_packed(q, k, v, out)
     slots, heads, d = q.shape
     tile = tile_sizes.pick("attend_windows", q, 1)
     lanes, tail = halves(d)
@@ -48,7 +48,7 @@ def attend_images(
         out: like q, contiguous.
         alike: pick the same tile for every launch, so that a query's sums run in the same order in all of them.
     """
-    kernel_launch_tensors.check_packed(q, k, v, out)
+    attention_metadata.check_packed(q, k, v, out)
     slots, heads, d = q.shape
     tile = tile_sizes.pick("attend_images", q, 1, "short" if alike or slots < SHORT else "long")
     lanes, tail = halves(d)

@@ -29,7 +29,7 @@ from trencadis.backends.cpu.host_padding import (
     visible_ends,
     windows,
 )
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import (
+from trencadis.backends.cuda.kernels.attention_metadata import (
     CrossAttentionItems,
     CudaSegments,
     ItemAttn,

@@ -37,7 +37,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.launch_inputs import StepInputs
 from trencadis.core.launches.host_inputs import SampleRow, head_inputs
-from trencadis.core.launches.persistent_tensors import allocate_persistent
+from trencadis.core.launches.kv_cache_and_state_allocation import allocate_persistent
 from trencadis.core.memory.memory_estimator import kv_heads
 from trencadis.core.models import model_loader
 from trencadis.core.step import Sample

@@ -2,9 +2,9 @@
 them.
 
 A weight's value is (code - zero) x scale of its group x factor of its row. Two 4-bit codes share a byte, so that
-the two halves of a tile are neighbouring columns (``core.quant.quantisation_scheme.half_of``). 8-bit floats are
-decoded by shifting their bits into a float16, which is the value over 256 for every code of e4m3 and the value itself
-for e5m2; the factor compensates for it.
+the two halves of a tile are neighbouring columns (``core.quant.quantised_weight_layout_and_bytes.half_of``). 8-bit
+floats are decoded by shifting their bits into a float16, which is the value over 256 for every code of e4m3 and the
+value itself for e5m2; the factor compensates for it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.core.errors import StartupError
-from trencadis.core.quant.quantisation_scheme import CELL, cells, cut_columns, half_of
 from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.quantised_weight_layout_and_bytes import CELL, cells, cut_columns, half_of
 
 INT8, INT4, E4M3, E5M2 = range(4)
 """Kinds of codes."""

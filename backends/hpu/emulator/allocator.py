@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trencadis.backends.hpu.emulator.card_profiles import Profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import Profile
 from trencadis.backends.hpu.emulator.emulated_errors import EmulatedOutOfMemory
 
 ALIGNMENT = 128

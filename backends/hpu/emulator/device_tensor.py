@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trencadis.backends.hpu.emulator import emulated_errors
 from trencadis.backends.hpu.emulator.allocator import Allocator, LiveBytes, Store
-from trencadis.backends.hpu.emulator.card_profiles import Profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import Profile
 from trencadis.backends.hpu.emulator.emulated_recipe_cache import Clock
 
 

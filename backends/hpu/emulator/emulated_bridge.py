@@ -16,7 +16,7 @@ from torch.library import Library
 import trencadis.backends.hpu.emulator.emulated_recipe_cache as recipe_cache
 from trencadis.backends.hpu.collectives import all_reduce, concat_columns, gather_rows, receive, send
 from trencadis.backends.hpu.emulator import emulated_errors
-from trencadis.backends.hpu.emulator.card_profiles import RELEASE, profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import RELEASE, profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_copies import QueueEvent
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
@@ -26,7 +26,7 @@ from trencadis.backends.hpu.emulator.fused_kernels import BLOCKWISE, Kernels, ch
 from trencadis.backends.hpu.emulator.injected_faults import parse
 from trencadis.backends.hpu.habana_bridge import EmulatedBridge, EmulatorHooks, is_out_of_memory
 from trencadis.backends.hpu.shape_policy import TENSOR_CACHE
-from trencadis.backends.hpu.start.gaudi_detection import WORLD_SIZE, hccl_bytes
+from trencadis.backends.hpu.start.gaudi_card_and_plugin_detection import WORLD_SIZE, hccl_bytes
 from trencadis.core.errors import StartupError
 
 

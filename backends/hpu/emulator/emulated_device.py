@@ -12,12 +12,12 @@ from torch import Tensor
 
 from trencadis.backends.hpu.emulator import emulated_errors
 from trencadis.backends.hpu.emulator.allocator import Allocator, Store
-from trencadis.backends.hpu.emulator.card_profiles import OpTable, Profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import OpTable, Profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE, DeviceTensor, flatten, rebuild
 from trencadis.backends.hpu.emulator.emulated_copies import DeviceQueue, Transfers, check_int32
 from trencadis.backends.hpu.emulator.emulated_recipe_cache import Clock
 from trencadis.backends.hpu.emulator.injected_faults import EmulatedFaults
-from trencadis.backends.hpu.emulator.launch_op_recorder import CaptureRecording, Scope, leaf_key
+from trencadis.backends.hpu.emulator.launch_recording_and_replay import CaptureRecording, Scope, leaf_key
 from trencadis.backends.hpu.emulator.op_rules import META_CACHE, check_call, check_indices, find_mutated_args, is_view
 
 aten = torch.ops.aten

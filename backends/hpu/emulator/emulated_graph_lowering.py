@@ -28,10 +28,10 @@ from torch.fx.passes.operator_support import OperatorSupport
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trencadis.backends.hpu.emulator import emulated_errors
-from trencadis.backends.hpu.emulator.card_profiles import OpTable
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import OpTable
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE, DeviceTensor, TensorOwner, flatten, rebuild
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.emulator.launch_op_recorder import RegionRecords
+from trencadis.backends.hpu.emulator.launch_recording_and_replay import RegionRecords
 from trencadis.backends.hpu.hccl_comm import HpuComm
 from trencadis.backends.hpu.ops import HpuOps
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trencadis.backends.hpu.emulator.device_tensor import DeviceTensor, flatten
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.emulator.launch_op_recorder import CaptureRecording, Scope
+from trencadis.backends.hpu.emulator.launch_recording_and_replay import CaptureRecording, Scope
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from trencadis.backends.hpu.emulator.card_profiles import Profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import Profile
 from trencadis.core.errors import StartupError
 
 VARIABLE = "PT_HPU_RECIPE_CACHE_CONFIG"

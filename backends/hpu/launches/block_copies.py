@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from trencadis.backends.hpu.habana_bridge import Bridge
 from trencadis.backends.hpu.launches.hpu_program import LaunchContexts
+from trencadis.backends.hpu.launches.input_and_output_copies import Staging
 from trencadis.backends.hpu.launches.region_compiler import own_code, part
-from trencadis.backends.hpu.launches.static_tensor_copies import Staging
 from trencadis.core.kv_cache_format import SINK_BLOCK
 from trencadis.core.step import BlockMove
 

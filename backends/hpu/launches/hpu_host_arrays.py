@@ -46,7 +46,7 @@ HEAD_TYPES = dict.fromkeys(("hidden_row", "slot", "target", "mask_row", "place",
     "top_k": torch.int32
 }
 RESET_TYPES = {"slot": torch.int64, "counts": torch.int32, "bias_id": torch.int64}
-"""Dtypes of fields that arrive as packed in compile mode (``launches.static_tensor_copies``)."""
+"""Dtypes of fields that arrive as packed in compile mode (``launches.input_and_output_copies``)."""
 
 
 def leaves(tree: Any) -> list[Any]:

@@ -13,14 +13,14 @@ from torch import nn
 
 from trencadis.backends.hpu.habana_bridge import Bridge, is_compiler_failure, join_lines
 from trencadis.backends.hpu.launches.hpu_host_arrays import LaunchForm
-from trencadis.backends.hpu.launches.region_compiler import is_dynamos, own_code, part
-from trencadis.backends.hpu.launches.static_tensor_copies import (
+from trencadis.backends.hpu.launches.input_and_output_copies import (
     HostOutputPool,
     OutputSets,
     StaticInputs,
     cast_inputs,
     named_errors,
 )
+from trencadis.backends.hpu.launches.region_compiler import is_dynamos, own_code, part
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.shape_policy import list_held_outputs
 from trencadis.core.buckets import Bucket, target_bucket

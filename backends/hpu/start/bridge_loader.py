@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trencadis.backends.hpu.collectives import all_gather, all_reduce, receive, send
 from trencadis.backends.hpu.habana_bridge import AttentionPart, Bridge, is_out_of_memory
-from trencadis.backends.hpu.start import gaudi_detection, gaudi_mode_and_env, hpu_process_setup
+from trencadis.backends.hpu.start import gaudi_card_and_plugin_detection, gaudi_mode_and_env, hpu_process_setup
 from trencadis.backends.hpu.start.kernel_cases import drop_wrong_kernels
 from trencadis.core.errors import StartupError, format_error
 
@@ -335,7 +335,7 @@ def open_real(environ: MutableMapping[str, str], index: int = 0, world: int = 1,
     try:
         bridge = _open_plugin(environ, index, world, named)
     except MISMATCHED as error:
-        stack = gaudi_detection.find_stack()
+        stack = gaudi_card_and_plugin_detection.find_stack()
         raise StartupError(gaudi_mode_and_env.unusable_message(format_error(error), environ, stack)) from None
     return drop_wrong_kernels(bridge)
 
@@ -363,7 +363,7 @@ def _acquire_card(hpu: Any, index: int, world: int, named: bool) -> None:
 @contextmanager
 def _without_rank_variables(environ: MutableMapping[str, str]) -> Iterator[None]:
     """Hides the launcher's rank variables during the import, since the plug-in would choose a card by them."""
-    hidden = {name: environ.pop(name) for name in gaudi_detection.LAUNCHED if name in environ}
+    hidden = {name: environ.pop(name) for name in gaudi_card_and_plugin_detection.LAUNCHED if name in environ}
     try:
         yield
     finally:
@@ -377,16 +377,16 @@ def _with_rank_count(environ: MutableMapping[str, str], world: int) -> Iterator[
     The plug-in then leaves some of the card's memory out of its pool, for HCCL's buffers
     (``PT_HCCL_MEMORY_ALLOWANCE_MB``); otherwise the pool takes everything, and a group of ranks cannot be made.
     """
-    before = environ.get(gaudi_detection.WORLD_SIZE)
+    before = environ.get(gaudi_card_and_plugin_detection.WORLD_SIZE)
     if world > 1 and before in (None, "", "1"):
-        environ[gaudi_detection.WORLD_SIZE] = str(world)
+        environ[gaudi_card_and_plugin_detection.WORLD_SIZE] = str(world)
     try:
         yield
     finally:
         if before is not None:
-            environ[gaudi_detection.WORLD_SIZE] = before
+            environ[gaudi_card_and_plugin_detection.WORLD_SIZE] = before
         else:
-            environ.pop(gaudi_detection.WORLD_SIZE, None)
+            environ.pop(gaudi_card_and_plugin_detection.WORLD_SIZE, None)
 
 
 def _open_plugin(environ: MutableMapping[str, str], index: int, world: int, named: bool) -> Bridge:
@@ -399,12 +399,14 @@ def _open_plugin(environ: MutableMapping[str, str], index: int, world: int, name
     if wrong is not None:
         raise StartupError(wrong)
     wrap: Any = hpu.wrap_in_hpu_graph if is_lazy() else None
-    gaudi_detection.check_module(environ, gaudi_detection.find_machine(environ), index, world)
-    _acquire_card(hpu, index, world, named or gaudi_detection.VISIBLE in environ)
+    gaudi_card_and_plugin_detection.check_module(
+        environ, gaudi_card_and_plugin_detection.find_machine(environ), index, world
+    )
+    _acquire_card(hpu, index, world, named or gaudi_card_and_plugin_detection.VISIBLE in environ)
     kernels = _optional("habana_frameworks.torch.hpex.kernels")
     norms = _optional("habana_frameworks.torch.hpex.normalization")
     metrics = import_module("habana_frameworks.torch.hpu.metrics")
-    optional = find_symbols(gaudi_detection.plugin_version(), hpu.get_device_name())
+    optional = find_symbols(gaudi_card_and_plugin_detection.plugin_version(), hpu.get_device_name())
     pinning = find_pinning()
     sdpa, rms = getattr(kernels, "FusedSDPA", None), getattr(norms, "FusedRMSNorm", None)
     return Bridge(

@@ -18,7 +18,7 @@ import torch
 
 from trencadis.backends.hpu.habana_bridge import Bridge
 from trencadis.backends.hpu.hccl_comm import find_fault
-from trencadis.backends.hpu.launches.static_tensor_copies import OutputSets
+from trencadis.backends.hpu.launches.input_and_output_copies import OutputSets
 from trencadis.backends.hpu.shape_policy import DRAWN
 from trencadis.backends.hpu.start.check_hpu_kernels import Probe, kernel_probes
 from trencadis.backends.hpu.start.kernel_cases import ProbeFailed, ProbeModule, error

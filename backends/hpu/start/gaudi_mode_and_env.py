@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trencadis.backends.hpu.start import gaudi_detection
-from trencadis.backends.hpu.start.gaudi_detection import PLUGIN, Machine, Stack
+from trencadis.backends.hpu.start import gaudi_card_and_plugin_detection
+from trencadis.backends.hpu.start.gaudi_card_and_plugin_detection import PLUGIN, Machine, Stack
 from trencadis.core.envs import FALSE, TRUE
 from trencadis.core.errors import StartupError
 
@@ -87,10 +87,13 @@ def will_be_lazy(environ: Mapping[str, str]) -> bool:
     asked = requested_mode(environ)
     if asked is not None:
         return asked
-    if environ.get(SWITCH, "").strip().lower() in TRUE or not gaudi_detection.find_machine(environ).cards:
+    if (
+        environ.get(SWITCH, "").strip().lower() in TRUE
+        or not gaudi_card_and_plugin_detection.find_machine(environ).cards
+    ):
         return True
-    found = gaudi_detection.find_stack()
-    return found.plugin is None or gaudi_detection.lazy_offered(found.plugin, found.torch)
+    found = gaudi_card_and_plugin_detection.find_stack()
+    return found.plugin is None or gaudi_card_and_plugin_detection.lazy_offered(found.plugin, found.torch)
 
 
 def pick_mode(environ: Mapping[str, str], stack: Stack) -> tuple[bool, str]:
@@ -102,20 +105,20 @@ def pick_mode(environ: Mapping[str, str], stack: Stack) -> tuple[bool, str]:
     """
     asked = requested_mode(environ)
     if asked and not stack.own:
-        container = gaudi_detection.image(stack.plugin, lazy=True)
+        container = gaudi_card_and_plugin_detection.image(stack.plugin, lazy=True)
         raise StartupError(
             f"{MODE}=1 asks for lazy mode, which needs Gaudi's own build of torch, and torch {stack.torch} is the "
             f"upstream one: unset it (compile mode), or start from the container {container}"
         )
-    if asked is False and not gaudi_detection.compiles(stack.torch):
-        least = ".".join(map(str, gaudi_detection.COMPILES_FROM))
+    if asked is False and not gaudi_card_and_plugin_detection.compiles(stack.torch):
+        least = ".".join(map(str, gaudi_card_and_plugin_detection.COMPILES_FROM))
         raise StartupError(
             f"{MODE}=0 asks for compile mode, which needs torch {least} or newer, "
             f"and torch {stack.torch} is here: unset it (lazy mode, with graphs)"
         )
     if asked is not None:
         return asked, "as asked"
-    if gaudi_detection.lazy_offered(stack.plugin, stack.torch):
+    if gaudi_card_and_plugin_detection.lazy_offered(stack.plugin, stack.torch):
         return True, GRAPHS
     if stack.own:
         return False, f"the default since release 1.24; {MODE}=1 asks for graphs"
@@ -167,7 +170,7 @@ def unusable_message(why: str, environ: Mapping[str, str], stack: Stack) -> str:
     advice = (
         problem
         or f"{PLUGIN} {stack.plugin} and torch {stack.torch} must be of one Gaudi release: "
-        f"{gaudi_detection.remedy(stack)}"
+        f"{gaudi_card_and_plugin_detection.remedy(stack)}"
     )
     return f"the Gaudi plug-in cannot be used ({why}): {reason}{advice}; {SWITCH}=1 emulates a card instead"
 
@@ -254,7 +257,7 @@ def find_capability(environ: Mapping[str, str], index: int = 0, world: int = 1) 
         StartupError: one line about a stack, a mode or a card that cannot be used.
     """
     check_mode(environ)
-    here, found = gaudi_detection.find_machine(environ), gaudi_detection.find_stack()
+    here, found = gaudi_card_and_plugin_detection.find_machine(environ), gaudi_card_and_plugin_detection.find_stack()
     if choose(environ, here, found) == EMULATED:
         asked = requested_mode(environ)
         lazy = asked is not False
@@ -268,14 +271,25 @@ def find_capability(environ: Mapping[str, str], index: int = 0, world: int = 1) 
             raise StartupError(mode_conflict({MODE: "1" if lazy else "0"}, running) or "")
         lazy, why = running, "the plug-in was imported before Trencadis could ask for lazy mode; set PT_HPU_LAZY_MODE"
     refuse(environ, lazy, world)
-    gaudi_detection.check_index(environ, here, index, world)
-    return Capability(True, found, here, lazy, why, missing(lazy, found, here), gaudi_detection.describe(environ, here))
+    gaudi_card_and_plugin_detection.check_index(environ, here, index, world)
+    return Capability(
+        True,
+        found,
+        here,
+        lazy,
+        why,
+        missing(lazy, found, here),
+        gaudi_card_and_plugin_detection.describe(environ, here),
+    )
 
 
 def missing(lazy: bool, found: Stack, here: Machine) -> tuple[str, ...]:
     """Returns what this stack lacks compared with others, in words for the user."""
     lacks = [] if lazy else ["HPU graphs, which exist in lazy mode alone: launches are compiled and not captured"]
-    driver, plugin = gaudi_detection.release(here.driver), gaudi_detection.release(found.plugin)
+    driver, plugin = (
+        gaudi_card_and_plugin_detection.release(here.driver),
+        gaudi_card_and_plugin_detection.release(found.plugin),
+    )
     if driver is not None and plugin is not None and driver != plugin:
         lacks.append(f"a driver of its release: {here.driver} is loaded, and it is of {found.plugin}")
     return tuple(lacks)

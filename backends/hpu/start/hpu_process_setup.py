@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trencadis.backends.hpu.start import gaudi_detection, gaudi_mode_and_env
+from trencadis.backends.hpu.start import gaudi_card_and_plugin_detection, gaudi_mode_and_env
 from trencadis.core.devices import DeviceEnv
 from trencadis.core.errors import StartupError
-from trencadis.core.memory import graph_measurements
+from trencadis.core.memory import graph_measurement_cache
 
 CONFIG = "PT_HPU_RECIPE_CACHE_CONFIG"
 CACHE = "TRENCADIS_CACHE"
@@ -61,7 +61,7 @@ def settle_recipe_cache(environ: Mapping[str, str], stack: str, rank: int = 0) -
     Raises:
         StartupError: a value for which the plug-in would end the process.
     """
-    home = graph_measurements.folder(environ).parent / "recipes"
+    home = graph_measurement_cache.folder(environ).parent / "recipes"
     text = environ.get(CONFIG)
     # the default folder comes from the parent, which has another rank
     if text is not None and not text.startswith(f"{home}/"):
@@ -167,7 +167,7 @@ def settle(environ: Mapping[str, str], index: int = 0, rank: int = 0, world: int
     kept = settle_recipe_cache(environ, f"{found.stack.plugin}-torch-{found.stack.torch}", rank)
     variables = {
         **gaudi_mode_and_env.settle(environ, found.lazy),
-        **gaudi_detection.variables(environ, found.machine, index + rank, world),
+        **gaudi_card_and_plugin_detection.variables(environ, found.machine, index + rank, world),
         **kept.variables,
     }
     return DeviceEnv(variables, (*found.lines(), *kept.lines), kept.removed)

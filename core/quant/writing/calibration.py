@@ -34,10 +34,10 @@ from trencadis.core.device.backend import (
 from trencadis.core.device.launch_tensors import Rotary, first_rows
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.launch_inputs import StepInputs
-from trencadis.core.launches import persistent_tensors
+from trencadis.core.launches import kv_cache_and_state_allocation
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.decoder_layer import DecoderLayer
-from trencadis.core.models.interface import RecurrentOps, RecurrentState
+from trencadis.core.models.model_and_ops_api import RecurrentOps, RecurrentState
 from trencadis.core.models.model_loader import make_model
 from trencadis.core.models.recurrent_layers import make_recurrent_layer
 from trencadis.core.quant.quantised_tensor import QTensor
@@ -202,7 +202,7 @@ class Calibration:
         model.load_from(self.source)
         self._rotary = model.enter.rotary
         rows = max(sum(s.arena_rows for s in p.request.spans) for p in self.prompts) + reserved_rows(config)
-        held = persistent_tensors.allocate_persistent(
+        held = kv_cache_and_state_allocation.allocate_persistent(
             config, self.backend, blocks=0, block_size=BLOCK, arena_rows=rows, seqs=1, tokens=1
         )
         model.bind(held)
@@ -286,11 +286,11 @@ class Calibration:
         assert text.recurrent is not None
         first = replace(text.recurrent, layers=(0,))
         one = replace(self.config, text=replace(text, layers=1, recurrent=first))
-        return persistent_tensors.recurrent_states(one, self.backend, 2)[0]
+        return kv_cache_and_state_allocation.recurrent_states(one, self.backend, 2)[0]
 
     def _cache(self) -> LayerKV:
         one = replace(self.config, text=replace(self.config.text, layers=1, recurrent=None))
-        return persistent_tensors.kv_cache(one, self.backend, self._blocks(self.longest), BLOCK)[0]
+        return kv_cache_and_state_allocation.kv_cache(one, self.backend, self._blocks(self.longest), BLOCK)[0]
 
 
 def _images(prompt: Calibrant, row: int) -> list[Encode]:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from trencadis.core.quant.online_quant import ScaleSearch, codes_of, decode, finite, quantise, scales_of, spread
-from trencadis.core.quant.quantisation_scheme import Scheme
 from trencadis.core.quant.quantised_tensor import SLAB, QTensor
+from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
 from trencadis.core.quant.writing.calibration import Calibration, Gram
 from trencadis.core.quant.writing.quantisation_recipe import Recipe
 from trencadis.core.quant.writing.source_checkpoint import EXPERTS, Checkpoint, StoredWeight

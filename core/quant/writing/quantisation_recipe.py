@@ -11,8 +11,8 @@ from trencadis.core.checkpoint.quant_config import ONLINE_GROUP
 from trencadis.core.checkpoint.quantised_tensor_readers import pack_words
 from trencadis.core.json_types import JsonObject
 from trencadis.core.quant.online_quant import ScaleSearch
-from trencadis.core.quant.quantisation_scheme import Scheme, groups_of
 from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme, groups_of
 from trencadis.core.quant.writing.safetensors_writer import TensorSlot
 
 CLIPS = tuple(1 - step / 40 for step in range(17))

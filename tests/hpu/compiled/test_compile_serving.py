@@ -21,7 +21,7 @@ from tests.oracles.transformers_model import conversation
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime, make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trencadis.assets import demo_path
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.card_profiles import base, profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import base, profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
@@ -30,9 +30,9 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.quant_config import online
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.launches.persistent_tensors import allocate_persistent
+from trencadis.core.launches.kv_cache_and_state_allocation import allocate_persistent
 from trencadis.core.models.model_loader import load_model
-from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
+from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import Qwen25VisionConfig
 
 aten = torch.ops.aten
 ROOT = Path(__file__).resolve().parents[3]

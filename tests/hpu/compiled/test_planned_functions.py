@@ -12,11 +12,11 @@ import torch
 
 from tests.plan.test_states import LARGE
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
-from trencadis.backends.hpu.emulator.launch_op_recorder import signature
+from trencadis.backends.hpu.emulator.launch_recording_and_replay import signature
 from trencadis.backends.hpu.hpu_settings import settings
 from trencadis.backends.hpu.shape_policy import CompiledParts, count_compiled, policy
 from trencadis.core.buckets import Bucket, Stage
@@ -25,8 +25,8 @@ from trencadis.core.device.backend import BackendConfig
 from trencadis.core.device_shape_policy import PlannedModel
 from trencadis.core.engine.startup_checks import planned_models
 from trencadis.core.engine_config import EngineConfig
+from trencadis.core.launches.kv_cache_and_state_allocation import allocate_persistent
 from trencadis.core.launches.model_runner import ModelRunner
-from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.models.mlp_and_norms import RMSNorm
 from trencadis.core.models.model_loader import load_model
 from trencadis.core.shapes.bucket_options import BucketOptions

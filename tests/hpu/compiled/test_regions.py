@@ -14,13 +14,13 @@ import torch
 from tests.speculation.test_eagle3 import head_at, weights_of
 from tests.traffic.launch_lines import GUIDE, MODELS, model_of
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
 from trencadis.backends.hpu.shape_policy import PIECES, count_compiled, describe_compiled, padded_start, pieces, policy
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import BackendConfig
@@ -29,8 +29,8 @@ from trencadis.core.engine.startup_checks import planned_models
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.draft_loading import HeldDraft, load_drafter
+from trencadis.core.launches.kv_cache_and_state_allocation import allocate_persistent
 from trencadis.core.launches.model_runner import ModelRunner
-from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.memory.draft_memory_estimate import with_drafting_buckets
 from trencadis.core.models.decoder import DecoderExit
 from trencadis.core.models.mlp_and_norms import RMSNorm

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from trencadis.backends.hpu.emulator.allocator import ALIGNMENT, AddressSpace
-from trencadis.backends.hpu.emulator.card_profiles import Profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import Profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import bridge, make_bridge, use
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.emulator.card_profiles import RELEASE, OpTable, profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import RELEASE, OpTable, profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice

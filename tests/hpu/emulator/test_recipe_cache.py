@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import trencadis.backends.hpu.emulator.emulated_recipe_cache as recipe_cache
-from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import profile
 from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.backends.hpu.emulator.emulated_bridge import bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice

@@ -13,7 +13,7 @@ import torch
 from trencadis.backends.hpu.emulator.emulated_copies import DeviceQueue, QueueEvent
 from trencadis.backends.hpu.emulator.emulated_errors import Refused
 from trencadis.backends.hpu.launches.hpu_host_arrays import LaunchForm, arrays, leaves, rebuild
-from trencadis.backends.hpu.launches.static_tensor_copies import cast_inputs, make_packing, types_of
+from trencadis.backends.hpu.launches.input_and_output_copies import cast_inputs, make_packing, types_of
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import HeadTensors, HeadTensorsOut
 from trencadis.core.launch_inputs import HeadInputs

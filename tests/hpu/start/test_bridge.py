@@ -13,7 +13,7 @@ import torch
 from tests.hpu.conftest import Run
 from trencadis.backends.hpu import make_backend
 from trencadis.backends.hpu.habana_bridge import Bridge, EmulatorHooks
-from trencadis.backends.hpu.start import gaudi_detection, gaudi_mode_and_env
+from trencadis.backends.hpu.start import gaudi_card_and_plugin_detection, gaudi_mode_and_env
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
@@ -24,7 +24,7 @@ CODE = """
 import dataclasses, itertools, os, sys
 import numpy as np
 import torch
-from trencadis.backends.hpu.start import gaudi_detection
+from trencadis.backends.hpu.start import gaudi_card_and_plugin_detection as gaudi_detection
 gaudi_detection.find_stack = lambda: gaudi_detection.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
 gaudi_detection.find_machine = lambda environ: gaudi_detection.Machine(1, 1)
 from trencadis.backends.hpu.habana_bridge import emulator_hooks
@@ -77,7 +77,7 @@ def test_real_branch_over_the_stub(lazy: str, env: dict[str, str], over_stub: Ru
 
 NUMBERED = """
 import json, os, sys
-from trencadis.backends.hpu.start import gaudi_detection
+from trencadis.backends.hpu.start import gaudi_card_and_plugin_detection as gaudi_detection
 gaudi_detection.find_stack = lambda: gaudi_detection.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
 gaudi_detection.find_machine = lambda environ: gaudi_detection.Machine(8, 8, tuple(range(8)))
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
@@ -222,10 +222,10 @@ def test_emulator_variables() -> None:
 
 
 def test_a_card_is_found_by_its_vendor(tmp_path: Path) -> None:
-    environ = {gaudi_detection.ROOT: str(tmp_path)}
-    assert gaudi_detection.find_machine(environ) == gaudi_detection.Machine()
+    environ = {gaudi_card_and_plugin_detection.ROOT: str(tmp_path)}
+    assert gaudi_card_and_plugin_detection.find_machine(environ) == gaudi_card_and_plugin_detection.Machine()
     for number, vendor in enumerate(("0x8086", "0x1da3")):
         folder = tmp_path / "sys/bus/pci/devices" / str(number)
         folder.mkdir(parents=True)
         (folder / "vendor").write_text(vendor + "\n")
-    assert gaudi_detection.find_machine(environ).cards == 1
+    assert gaudi_card_and_plugin_detection.find_machine(environ).cards == 1

@@ -15,7 +15,8 @@ from trencadis.backends.hpu.start.bridge_loader import find_pinning
 pytestmark = pytest.mark.part("gaudi")
 
 PROBES = """
-from trencadis.backends.hpu.start import bridge_loader, check_hpu_card, gaudi_detection
+from trencadis.backends.hpu.start import bridge_loader, check_hpu_card
+from trencadis.backends.hpu.start import gaudi_card_and_plugin_detection as gaudi_detection
 gaudi_detection.find_stack = lambda: gaudi_detection.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
 gaudi_detection.find_machine = lambda environ: gaudi_detection.Machine(1, 1)
 bridge_loader.DEVICE = "cpu"

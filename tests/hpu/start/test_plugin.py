@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from trencadis.backends.hpu.start import bridge_loader, gaudi_detection, gaudi_mode_and_env
-from trencadis.backends.hpu.start.gaudi_detection import Stack
+from trencadis.backends.hpu.start import bridge_loader, gaudi_card_and_plugin_detection, gaudi_mode_and_env
+from trencadis.backends.hpu.start.gaudi_card_and_plugin_detection import Stack
 from trencadis.core.errors import StartupError
 
 OWN = {
@@ -140,4 +140,4 @@ def plugin(monkeypatch: pytest.MonkeyPatch, lacks: str = "", **other: Any) -> No
 
 
 def versions(monkeypatch: pytest.MonkeyPatch, plugin: str, torch: str) -> None:
-    monkeypatch.setattr(gaudi_detection, "find_stack", lambda: Stack(plugin, torch, None, True))
+    monkeypatch.setattr(gaudi_card_and_plugin_detection, "find_stack", lambda: Stack(plugin, torch, None, True))

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.stubs.gaudi_container import PUBLISHED, put_cards
-from trencadis.backends.hpu.start import gaudi_detection, gaudi_mode_and_env, hpu_process_setup
-from trencadis.backends.hpu.start.gaudi_detection import Stack
+from trencadis.backends.hpu.start import gaudi_card_and_plugin_detection, gaudi_mode_and_env, hpu_process_setup
+from trencadis.backends.hpu.start.gaudi_card_and_plugin_detection import Stack
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
 from trencadis.core.process import torch_detection
@@ -42,9 +42,15 @@ def settled(
     built = built or (torch or "").partition("+")[0] or None
     monkeypatch.setattr(torch_detection, "find_torch", lambda: TorchBuild(torch) if torch else None)
     monkeypatch.setattr(
-        gaudi_detection, "find_stack", lambda: Stack(plugin, torch, built if plugin else None, plugin is not None)
+        gaudi_card_and_plugin_detection,
+        "find_stack",
+        lambda: Stack(plugin, torch, built if plugin else None, plugin is not None),
     )
-    environ = {gaudi_detection.ROOT: str(root), hpu_process_setup.CACHE: str(root / "cache"), **(env or {})}
+    environ = {
+        gaudi_card_and_plugin_detection.ROOT: str(root),
+        hpu_process_setup.CACHE: str(root / "cache"),
+        **(env or {}),
+    }
     return environ, process.prepare_device_env("hpu", environ)
 
 
@@ -109,7 +115,7 @@ def test_settling_again_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_the_banner_says_stack_mode_cards_and_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    given = {gaudi_detection.GIVEN: "all"}
+    given = {gaudi_card_and_plugin_detection.GIVEN: "all"}
     _, found = settled(monkeypatch, tmp_path / "m", "2.13.0+cpu", "1.24.2.31", cards=8, env=given)
     first, second = found.lines
     for part in ("habana-torch-plugin 1.24.2.31", "torch 2.13.0+cpu", "compile mode", "8 cards", "driver 1.24.2",
@@ -118,7 +124,10 @@ def test_the_banner_says_stack_mode_cards_and_what_is_missing(monkeypatch: pytes
     assert "HPU graphs" in second
     _, found = settled(monkeypatch, tmp_path / "m23", "2.9.0+hpu_1.23.1-25.git8598e6d", "1.23.1.25")
     assert len(found.lines) == 1 and "lazy mode (graphs exist in lazy mode alone)" in found.lines[0]
-    here, old = gaudi_detection.Machine(1, 1, (0,), "1.22.0-f6a8"), Stack("1.24.2.31", "2.13.0+cpu", "2.13.0", True)
+    here, old = (
+        gaudi_card_and_plugin_detection.Machine(1, 1, (0,), "1.22.0-f6a8"),
+        Stack("1.24.2.31", "2.13.0+cpu", "2.13.0", True),
+    )
     assert "a driver of its release: 1.22.0-f6a8 is loaded" in gaudi_mode_and_env.missing(False, old, here)[1]
 
 
@@ -146,9 +155,11 @@ def test_bad_input_is_one_line_that_says_what_to_do(what: str, monkeypatch: pyte
     (plugin, module), env, says = BAD[what]
     put_cards(tmp_path, 1)
     monkeypatch.setattr(torch_detection, "find_torch", lambda: TorchBuild("2.13.0+cpu"))
-    monkeypatch.setattr(gaudi_detection, "find_stack", lambda: Stack(plugin, "2.13.0+cpu", "2.13.0", bool(module)))
+    monkeypatch.setattr(
+        gaudi_card_and_plugin_detection, "find_stack", lambda: Stack(plugin, "2.13.0+cpu", "2.13.0", bool(module))
+    )
     with pytest.raises(StartupError, match=says) as raised:
-        folders = {gaudi_detection.ROOT: str(tmp_path), hpu_process_setup.CACHE: str(tmp_path / "c")}
+        folders = {gaudi_card_and_plugin_detection.ROOT: str(tmp_path), hpu_process_setup.CACHE: str(tmp_path / "c")}
         process.prepare_device_env("hpu", {**folders, **env})
     assert "\n" not in str(raised.value)
 
@@ -177,36 +188,44 @@ def test_the_emulator_is_never_a_silent_substitute(tmp_path: Path) -> None:
         (undriven, installed, "a Gaudi is present and its driver is not loaded: .*modprobe habanalabs"),
         (carded, nothing, "a Gaudi is present and its device files"),
     ):
-        here = gaudi_detection.find_machine({gaudi_detection.ROOT: str(root)})
+        here = gaudi_card_and_plugin_detection.find_machine({gaudi_card_and_plugin_detection.ROOT: str(root)})
         with pytest.raises(StartupError, match=says) as raised:
             gaudi_mode_and_env.choose({}, here, found)
         assert f"{switch}=1 emulates a card instead" in str(raised.value)
         assert gaudi_mode_and_env.choose({switch: "1"}, here, found) == gaudi_mode_and_env.EMULATED
-    without_cards = gaudi_detection.find_machine({gaudi_detection.ROOT: str(bare)})
+    without_cards = gaudi_card_and_plugin_detection.find_machine({gaudi_card_and_plugin_detection.ROOT: str(bare)})
     assert gaudi_mode_and_env.choose({}, without_cards, nothing) == gaudi_mode_and_env.EMULATED
     with pytest.raises(StartupError, match="forbids the emulator"):
         gaudi_mode_and_env.choose({switch: "0"}, without_cards, nothing)
     with pytest.raises(StartupError, match="neither true"):
-        gaudi_mode_and_env.choose({switch: "maybe"}, gaudi_detection.Machine(), nothing)
+        gaudi_mode_and_env.choose({switch: "maybe"}, gaudi_card_and_plugin_detection.Machine(), nothing)
 
 
 def test_visible_modules_are_honoured(tmp_path: Path) -> None:
     """``--device hpu:1`` is the second of them; the plug-in is told the modules where it could not number them."""
     put_cards(tmp_path, 4)
-    here = gaudi_detection.find_machine({gaudi_detection.ROOT: str(tmp_path)})
-    assert here == gaudi_detection.Machine(4, 4, (0, 1, 2, 3), "1.24.1")
-    named = {gaudi_detection.VISIBLE: "3,1"}
-    assert gaudi_detection.visible(named, here) == (3, 1)
-    gaudi_detection.check_index(named, here, 1, 2)
+    here = gaudi_card_and_plugin_detection.find_machine({gaudi_card_and_plugin_detection.ROOT: str(tmp_path)})
+    assert here == gaudi_card_and_plugin_detection.Machine(4, 4, (0, 1, 2, 3), "1.24.1")
+    named = {gaudi_card_and_plugin_detection.VISIBLE: "3,1"}
+    assert gaudi_card_and_plugin_detection.visible(named, here) == (3, 1)
+    gaudi_card_and_plugin_detection.check_index(named, here, 1, 2)
     with pytest.raises(StartupError, match="HABANA_VISIBLE_MODULES=3,1 names 2"):
-        gaudi_detection.check_index(named, here, 0, 3)
+        gaudi_card_and_plugin_detection.check_index(named, here, 0, 3)
     with pytest.raises(StartupError, match=r"card 2 is asked for and .* names 2, from 0"):
-        gaudi_detection.check_index(named, here, 2, 1)
+        gaudi_card_and_plugin_detection.check_index(named, here, 2, 1)
     with pytest.raises(StartupError, match="needs 5 cards and there are 4"):
-        gaudi_detection.check_index({}, here, 0, 5)
-    assert gaudi_detection.variables({}, here, 0, 2) == {gaudi_detection.VISIBLE: "0,1,2,3"}
-    assert gaudi_detection.variables({}, here, 3, 1) == {gaudi_detection.VISIBLE: "0,1,2,3"}
-    assert gaudi_detection.variables({}, here, 0, 1) == gaudi_detection.variables(named, here, 0, 2) == {}
+        gaudi_card_and_plugin_detection.check_index({}, here, 0, 5)
+    assert gaudi_card_and_plugin_detection.variables({}, here, 0, 2) == {
+        gaudi_card_and_plugin_detection.VISIBLE: "0,1,2,3"
+    }
+    assert gaudi_card_and_plugin_detection.variables({}, here, 3, 1) == {
+        gaudi_card_and_plugin_detection.VISIBLE: "0,1,2,3"
+    }
+    assert (
+        gaudi_card_and_plugin_detection.variables({}, here, 0, 1)
+        == gaudi_card_and_plugin_detection.variables(named, here, 0, 2)
+        == {}
+    )
 
 
 def test_a_container_with_some_of_the_hosts_cards(tmp_path: Path) -> None:
@@ -214,13 +233,15 @@ def test_a_container_with_some_of_the_hosts_cards(tmp_path: Path) -> None:
     put_cards(tmp_path, 8)
     for number in (0, 1, 2, 3, 4, 7):
         (tmp_path / f"dev/accel/accel{number}").unlink()
-    here = gaudi_detection.find_machine({gaudi_detection.ROOT: str(tmp_path)})
-    assert here == gaudi_detection.Machine(8, 2, (5, 6), "1.24.1")
-    assert gaudi_detection.describe({}, here) == "8 cards, 2 of them here (modules 5-6), driver 1.24.1"
-    assert gaudi_detection.variables({}, here, 0, 2) == {gaudi_detection.VISIBLE: "5,6"}
-    assert gaudi_detection.visible({gaudi_detection.VISIBLE: "0,1"}, here) == (0, 1), "its numbers may be its own"
+    here = gaudi_card_and_plugin_detection.find_machine({gaudi_card_and_plugin_detection.ROOT: str(tmp_path)})
+    assert here == gaudi_card_and_plugin_detection.Machine(8, 2, (5, 6), "1.24.1")
+    assert gaudi_card_and_plugin_detection.describe({}, here) == "8 cards, 2 of them here (modules 5-6), driver 1.24.1"
+    assert gaudi_card_and_plugin_detection.variables({}, here, 0, 2) == {gaudi_card_and_plugin_detection.VISIBLE: "5,6"}
+    assert gaudi_card_and_plugin_detection.visible({gaudi_card_and_plugin_detection.VISIBLE: "0,1"}, here) == (0, 1), (
+        "its numbers may be its own"
+    )
     with pytest.raises(StartupError, match="needs 4 cards and there are 2"):
-        gaudi_detection.check_index({}, here, 0, 4)
+        gaudi_card_and_plugin_detection.check_index({}, here, 0, 4)
 
 
 def test_a_plug_in_that_is_already_in_decides_the_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -238,9 +259,13 @@ def test_the_mode_is_known_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     """The planner asks before anything is settled."""
     put_cards(tmp_path, 1)
     for torch, plugin in PUBLISHED.items():
-        monkeypatch.setattr(gaudi_detection, "find_stack", lambda t=torch, p=plugin: Stack(p, t, None, True))
-        assert gaudi_mode_and_env.will_be_lazy({gaudi_detection.ROOT: str(tmp_path)}) is torch.startswith(LAZY_UNSET)
-        assert gaudi_mode_and_env.will_be_lazy({gaudi_detection.ROOT: str(tmp_path / "none")})
+        monkeypatch.setattr(
+            gaudi_card_and_plugin_detection, "find_stack", lambda t=torch, p=plugin: Stack(p, t, None, True)
+        )
+        assert gaudi_mode_and_env.will_be_lazy(
+            {gaudi_card_and_plugin_detection.ROOT: str(tmp_path)}
+        ) is torch.startswith(LAZY_UNSET)
+        assert gaudi_mode_and_env.will_be_lazy({gaudi_card_and_plugin_detection.ROOT: str(tmp_path / "none")})
         assert not gaudi_mode_and_env.will_be_lazy({gaudi_mode_and_env.MODE: "0"})
 
 
@@ -355,7 +380,7 @@ def test_the_containers_that_are_named() -> None:
         (None, False, "1.24.2/ubuntu24.04/habanalabs/pytorch-upstream-installer-2.13.0"),
         ("git123", False, "1.24.2/ubuntu24.04/habanalabs/pytorch-upstream-installer-2.13.0"),
     ):
-        assert gaudi_detection.image(plugin, lazy) == f"{base}/{name}"
+        assert gaudi_card_and_plugin_detection.image(plugin, lazy) == f"{base}/{name}"
 
 
 def test_other_devices_keep_plug_ins_out(monkeypatch: pytest.MonkeyPatch) -> None:

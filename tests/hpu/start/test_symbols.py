@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.hpu.conftest import Run
-from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles_and_op_support import profile
 from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 
@@ -15,7 +15,8 @@ import os
 import sys
 from importlib import import_module
 import torch
-from trencadis.backends.hpu.start import bridge_loader, gaudi_detection
+from trencadis.backends.hpu.start import bridge_loader
+from trencadis.backends.hpu.start import gaudi_card_and_plugin_detection as gaudi_detection
 gaudi_detection.find_stack = lambda: gaudi_detection.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
 gaudi_detection.plugin_version = lambda: "1.23.1.25"
 gaudi_detection.find_machine = lambda environ: gaudi_detection.Machine(1, 1)
@@ -89,7 +90,7 @@ from trencadis.backends.hpu.hpu_quantised_linear import PackedWeight4
 from trencadis.backends.hpu.hpu_quantised_linear import Floats8Weight
 from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.quantisation_scheme import Scheme
+from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
 ops = HpuOps(bridge, HpuSettings(), 16)
 weight = torch.randn(40, 96, generator=g)
 rows = torch.randn(3, 96, generator=g).bfloat16()

@@ -16,7 +16,7 @@ from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda import support_checks
 from trencadis.backends.cuda.kernels import cross_attend
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import SingleCrossAttention
+from trencadis.backends.cuda.kernels.attention_metadata import SingleCrossAttention
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_num_seqs": 3, "max_num_batched_tokens": 32, "max_model_len": 256, "block_size": 16,

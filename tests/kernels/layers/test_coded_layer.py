@@ -14,7 +14,7 @@ from trencadis.backends.cuda.kernels.layers import skinny_gemm, skinny_quantised
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.backends.cuda.weights.quantised_weight import dequantise
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.quantisation_scheme import Scheme
+from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
 
 SCHEMES = {
     "int4": Scheme(4, group=128), "int8": Scheme(8), "fp8": Scheme(8, "float", activations="none"),

@@ -14,7 +14,6 @@ from tests.fakes.attention.paged import KernelFault
 from tests.oracles.attention_cases import Case, Prepared, check, prepared, step_inputs
 from tests.oracles.happens_before import races
 from trencadis.backends.cuda import runtime_of
-from trencadis.backends.cuda.attention_libraries.attention_backend import AttentionLibraryAdapter, with_library
 from trencadis.backends.cuda.attention_libraries.attention_library_selector import SelectedLibrary, select_library
 from trencadis.backends.cuda.attention_libraries.library_attention import (
     FlashAttnLaunch,
@@ -22,6 +21,7 @@ from trencadis.backends.cuda.attention_libraries.library_attention import (
     FlashInferWorkspace,
     FlashInferWorkspaces,
 )
+from trencadis.backends.cuda.attention_libraries.ops_with_attention_library import AttentionLibraryAdapter, with_library
 from trencadis.backends.cuda.cpu_twin.ops import TwinOps
 from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinRuntime
 from trencadis.backends.cuda.launches.cuda_host_arrays import arrays

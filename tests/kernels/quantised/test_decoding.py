@@ -14,7 +14,7 @@ from tests.kernels.quantised.test_quantised import normal, packed
 from trencadis.backends.cuda.kernels import quantised_linear
 from trencadis.backends.cuda.weights.quantised_weight import dequantise
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.quantisation_scheme import DECODED_ROWS, Scheme
+from trencadis.core.quant.quantised_weight_layout_and_bytes import DECODED_ROWS, Scheme
 
 SCHEMES = {
     "int4": Scheme(4, group=128), "int4 by rows": Scheme(4), "int4, groups of 32": Scheme(4, group=32),

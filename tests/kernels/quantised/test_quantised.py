@@ -20,8 +20,8 @@ from trencadis.backends.cuda.weights import quantised_weight
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.quantisation_scheme import CODES, Scheme, held_bytes
 from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.quantised_weight_layout_and_bytes import CODES, Scheme, held_bytes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SMALL = {16: tile_sizes.Tile(16, 32, 4, 1), 32: tile_sizes.Tile(16, 32, 4, 1)}

@@ -15,7 +15,7 @@ from trencadis.multimodal import media_timing_and_concurrency
 from trencadis.multimodal.images.image_frontend import ImageFrontend, ImageLimits
 from trencadis.multimodal.images.image_header import Header
 from trencadis.multimodal.images.processor_cache import ProcessorCache
-from trencadis.multimodal.media_options import MediaScope
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaScope
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 from trencadis.multimodal.sources.media_loader import MediaLoader
 

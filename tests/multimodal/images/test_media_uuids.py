@@ -11,7 +11,7 @@ from tests.traffic.media import prepare_now
 from trencadis.core.errors import BadRequest, Conflict
 from trencadis.multimodal.images.image_frontend import ImageFrontend
 from trencadis.multimodal.images.processor_cache import ProcessorCache
-from trencadis.multimodal.media_options import MediaOptions, MediaPart, MediaScope
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaOptions, MediaPart, MediaScope
 from trencadis.multimodal.media_uuids import UuidRegistry
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 from trencadis.multimodal.sources.media_loader import MediaLoader

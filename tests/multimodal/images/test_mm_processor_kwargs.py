@@ -7,8 +7,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.processing_utils import VideosKwargs
 
 from trencadis.core.errors import StartupError
-from trencadis.multimodal.media_options import KNOWN_KEYS, server_options
-from trencadis.multimodal.pixel_normalisation import CLIP_MEAN, CLIP_STD
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import KNOWN_KEYS, server_options
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import CLIP_MEAN, CLIP_STD
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 from trencadis.multimodal.qwen2_vl.smart_resize import image_needs, pixel_limits
 from trencadis.server.cli.main import main

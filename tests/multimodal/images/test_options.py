@@ -13,7 +13,7 @@ from tests.traffic.media import prepare_now
 from trencadis.core.errors import BadRequest, QueueFull
 from trencadis.multimodal.images.image_frontend import ImageFrontend
 from trencadis.multimodal.images.processor_cache import ProcessorCache
-from trencadis.multimodal.media_options import (
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import (
     MediaOptions,
     MediaPart,
     MediaScope,

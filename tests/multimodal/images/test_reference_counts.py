@@ -11,7 +11,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference
 
-from trencadis.multimodal.media_options import MediaOptions
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaOptions
 from trencadis.multimodal.patch_packing import count_slots, count_tokens, patch_grid
 from trencadis.multimodal.placeholders import expand_placeholders
 from trencadis.multimodal.processor_interface import PreparedImage

@@ -24,7 +24,7 @@ from trencadis.core.process.heap_trimmer import trim
 from trencadis.core.request import SamplingParams
 from trencadis.multimodal.images.image_frontend import ImageFrontend
 from trencadis.multimodal.images.processor_cache import ProcessorCache
-from trencadis.multimodal.media_options import MediaPart, MediaScope
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaPart, MediaScope
 from trencadis.multimodal.media_uuids import UuidRegistry
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 from trencadis.multimodal.sources.media_loader import MediaLoader

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from benchmarks.packing import BARS, LAUNCH_BAR, default_plan, measure
 from trencadis.backends.cpu.shape_policy import PADDED
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Stage
-from trencadis.core.scheduling.image_packer import ImagePacker, first_fit
+from trencadis.core.scheduling.encoder_scheduler import ImagePacker, first_fit
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.shape_limits import ShapeLimits

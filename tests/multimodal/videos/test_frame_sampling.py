@@ -9,7 +9,7 @@ import pytest
 from tests.oracles import qwen_vl_utils
 from tests.traffic import video_clips
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError, UnsupportedMedia
-from trencadis.multimodal.media_options import NO_OPTIONS, MediaOptions
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import NO_OPTIONS, MediaOptions
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 from trencadis.multimodal.videos.frame_sampling import FrameLimits, evenly_spaced, sample_frame_list, sample_frames
 from trencadis.multimodal.videos.frame_size import frame_size

@@ -15,7 +15,7 @@ from tests.traffic import video_clips
 from trencadis.core.errors import BadRequest, Conflict, Forbidden, QueueFull, TooLarge, TrencadisError
 from trencadis.multimodal.images.image_decode_client import ImageDecoder
 from trencadis.multimodal.images.processor_cache import ProcessorCache
-from trencadis.multimodal.media_options import NO_OPTIONS, MediaOptions, MediaPart, MediaScope
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import NO_OPTIONS, MediaOptions, MediaPart, MediaScope
 from trencadis.multimodal.media_timing_and_concurrency import MediaTimes, record_media_times
 from trencadis.multimodal.processor_interface import PreparedVideo
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor

@@ -23,7 +23,7 @@ from tests.oracles.rotary_positions import reference
 from tests.traffic import video_clips
 from tests.vision.family_harness import FamilyHarness, Shown
 from trencadis.multimodal.decode_workers.worker_pool import JobResult
-from trencadis.multimodal.media_options import MediaOptions
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaOptions
 from trencadis.multimodal.placeholders import expand_placeholders
 from trencadis.multimodal.processor_interface import PreparedVideo, position_spans
 from trencadis.multimodal.qwen2_vl.mrope import mrope_positions

@@ -22,7 +22,7 @@ import h11
 import pytest
 
 from trencadis.server.config.server_config import ServerConfig
-from trencadis.server.http import event_loop_pacing, listener, uvicorn_server
+from trencadis.server.http import listener, pending_request_heads_by_tenant, uvicorn_server
 
 CHAT = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
 UVICORN = "uvicorn.error", "uvicorn.access", "uvicorn.asgi"
@@ -110,17 +110,17 @@ def ended(s: socket.socket, seconds: float = 5.0) -> bytes:
 def test_few_requests_begin_in_one_pass_and_none_is_forgotten(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that write at once do not make one long pass of the loop; the order of their bytes stays."""
     made = site()
-    shared: event_loop_pacing.SharedLimits = made.web.config.http.args[0]
+    shared: pending_request_heads_by_tenant.SharedLimits = made.web.config.http.args[0]
     begun: list[int] = []
     loops: list[asyncio.AbstractEventLoop] = []
-    usual = event_loop_pacing.SharedLimits._run_pass
+    usual = pending_request_heads_by_tenant.SharedLimits._run_pass
 
-    def counted(self: event_loop_pacing.SharedLimits, loop: asyncio.AbstractEventLoop) -> None:
+    def counted(self: pending_request_heads_by_tenant.SharedLimits, loop: asyncio.AbstractEventLoop) -> None:
         loops.append(loop)
         usual(self, loop)
         begun.append(self.begun)
 
-    monkeypatch.setattr(event_loop_pacing.SharedLimits, "_run_pass", counted)
+    monkeypatch.setattr(pending_request_heads_by_tenant.SharedLimits, "_run_pass", counted)
     busy = threading.Event()
     with ExitStack() as stack:
         sockets = [stack.enter_context(made.connect()) for _ in range(30)]
@@ -138,8 +138,8 @@ def test_few_requests_begin_in_one_pass_and_none_is_forgotten(site: Any, monkeyp
             assert b"200 OK" in answer(one)
         assert b" 400 " in answer(sockets[-1])
     assert (
-        max(begun) == event_loop_pacing.STARTS_PER_PASS
-        and len([n for n in begun if n]) >= 29 // event_loop_pacing.STARTS_PER_PASS - 1
+        max(begun) == pending_request_heads_by_tenant.STARTS_PER_PASS
+        and len([n for n in begun if n]) >= 29 // pending_request_heads_by_tenant.STARTS_PER_PASS - 1
     )
     assert not shared.deferred
 
@@ -231,9 +231,9 @@ def test_the_rest_of_an_answered_body_is_not_read_for_ever(site: Any) -> None:
 def test_heads_are_bounded_each_and_together(
     site: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    halls, usual = [], event_loop_pacing.SharedLimits
+    halls, usual = [], pending_request_heads_by_tenant.SharedLimits
 
-    def hall(seconds: float) -> event_loop_pacing.SharedLimits:
+    def hall(seconds: float) -> pending_request_heads_by_tenant.SharedLimits:
         halls.append(usual(seconds, 150_000))
         return halls[-1]
 

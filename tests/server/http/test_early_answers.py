@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from tests.server.http.test_connection import CHAT, HEALTH, Site, answer, ended, post
-from trencadis.server.http import event_loop_pacing, h11_body_bounds, h11_connection
+from trencadis.server.http import h11_body_bounds, h11_connection, pending_request_heads_by_tenant
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_pipelined_requests_begin_a_few_in_a_pass(site: Any, monkeypatch: pytest
             got = b""
             while got.count(b"200 OK") < 30:
                 got += one.recv(1 << 16)
-    assert len(begun) == 361 and max(Counter(begun).values()) <= 2 * event_loop_pacing.STARTS_PER_PASS
+    assert len(begun) == 361 and max(Counter(begun).values()) <= 2 * pending_request_heads_by_tenant.STARTS_PER_PASS
 
 
 def test_bytes_behind_a_waiting_read_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,14 +225,14 @@ def test_bytes_behind_a_waiting_read_keep_their_order(monkeypatch: pytest.Monkey
     monkeypatch.setattr(h11_body_bounds.BoundedConnection, "receive_data", lambda c, data: received.append(data))
 
     async def run() -> None:
-        shared = event_loop_pacing.SharedLimits()
+        shared = pending_request_heads_by_tenant.SharedLimits()
         config = uvicorn.Config(lambda: None, lifespan="off", ws="none")
         config.load()
         made = h11_connection.LimitedH11Protocol(shared, config, ServerState(), {})
         made.connection_made(MagicMock(spec=asyncio.Transport, is_closing=lambda: False))
         made._unread = 1
         shared.chunks.put(made.loop, lambda: made._take_chunks(b"first"))
-        shared.begun = event_loop_pacing.STARTS_PER_PASS
+        shared.begun = pending_request_heads_by_tenant.STARTS_PER_PASS
         made.data_received(b"second")
         assert not shared.deferred and not received
         while made._unread:

@@ -13,11 +13,11 @@ from starlette.types import Message
 
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BY_STATUS
-from trencadis.core.graph_plan_report import MEANINGS, OUTCOMES, UNPLANNED
+from trencadis.core.graph_and_bucket_learning_report import MEANINGS, OUTCOMES, UNPLANNED
 from trencadis.core.process.engine_messages import BucketUse, EngineInfo, EngineStats
 from trencadis.server.metrics.bucket_metrics import MOST
 from trencadis.server.metrics.prometheus import make_cache_labels
-from trencadis.server.tenants.admission import Bounds
+from trencadis.server.tenants.server_admission_and_byte_budgets import Bounds
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 JSON = {"content-type": "application/json"}

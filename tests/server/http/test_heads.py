@@ -14,8 +14,8 @@ import pytest
 from tests.fakes.scripted_app import ScriptedApp
 from tests.server.http.test_connection import Site, answer
 from trencadis.core.engine_config import EngineConfig
-from trencadis.server.http.event_loop_pacing import PendingHeads, find_keys, find_tenant_name
 from trencadis.server.http.h11_connection import LimitedH11Protocol
+from trencadis.server.http.pending_request_heads_by_tenant import PendingHeads, find_keys, find_tenant_name
 from trencadis.server.tenants.tenant_registry import TenantRegistry
 
 CHAT = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}).encode()

@@ -12,7 +12,7 @@ from trencadis.server.config import command_line_parser
 from trencadis.server.config.resolve_settings import resolve_settings
 from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.http.request_middleware import make_record
-from trencadis.server.routes.auth import HostRules
+from trencadis.server.routes.api_keys_and_allowed_hosts import HostRules
 
 OWN, FOREIGN = {"host": "127.0.0.1:8000"}, {"host": "127.0.0.1:8000", "origin": "http://evil.example"}
 

@@ -15,7 +15,7 @@ from tests.oracles.openapi_checks import check_declared, operation, spec_of
 from trencadis.core.errors import QueueFull, Unavailable
 from trencadis.core.process.engine_messages import EngineStats
 from trencadis.core.startup_progress_and_warmup_pacing import Warming
-from trencadis.server.tenants.admission import Bounds
+from trencadis.server.tenants.server_admission_and_byte_budgets import Bounds
 
 JSON = {"content-type": "application/json"}
 IMAGE = {"type": "image_url", "image_url": "data:image/png;base64,AAAA"}

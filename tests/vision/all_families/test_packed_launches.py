@@ -14,7 +14,7 @@ from benchmarks.packing import BARS, BLOCK, LENGTH, ROWS, TOKENS, Idle, drive, e
 from benchmarks.traces.generate import image_chat
 from tests.vision.all_families.hub_configs import HUB, hub_config
 from trencadis.backends.hpu.shape_policy import SERVING
-from trencadis.core.bucket_plan import Plan
+from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.model_registry import image_needs, image_sizes

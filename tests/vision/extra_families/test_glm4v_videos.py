@@ -20,7 +20,7 @@ from tests.vision.vision_checkpoints import IMAGE, glm4v
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_registry import family_of, image_processor, import_object
 from trencadis.core.errors import StartupError
-from trencadis.multimodal.media_options import MediaOptions
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaOptions
 from trencadis.multimodal.processor_interface import PreparedVideo
 from trencadis.multimodal.videos.frame_sampling import FrameLimits, sample_clip_frames
 from trencadis.multimodal.videos.frame_size import clip_frame_size

@@ -20,8 +20,8 @@ from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_registry import image_needs, image_processor
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.multimodal.media_options import MediaOptions
-from trencadis.multimodal.pixel_normalisation import UNIT, downscale_bicubic, encode_fixed_point
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import MediaOptions
+from trencadis.multimodal.pixel_normalisation_and_fixed_point import UNIT, downscale_bicubic, encode_fixed_point
 
 BASE: dict[str, Any] = dict(
     dtype="float32", max_model_len=1024, max_num_seqs=4, kv_cache_memory_bytes=32 << 20, max_num_batched_tokens=256

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton import knobs
 
 from trencadis.backends.cuda.kernels import tile_sizes
-from trencadis.backends.cuda.kernels.torch_device_module import in_use
+from trencadis.backends.cuda.kernels.gpu_platform import in_use
 from trencadis.core import envs
 
 try:

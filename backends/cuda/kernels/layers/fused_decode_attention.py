@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trencadis.backends.cuda.kernels import online_softmax, paged_attention, tile_sizes
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import SingleAttn
+from trencadis.backends.cuda.kernels.attention_metadata import SingleAttn
 from trencadis.backends.cuda.kernels.layers import dependent_launch
 from trencadis.backends.cuda.kernels.layers.dependent_launch import wait
 from trencadis.backends.cuda.kernels.paged_attention import QueryTile, attend_part, leave_part

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.reference_ops import PlainWeight
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import SingleAttn
+from trencadis.backends.cuda.kernels.attention_metadata import SingleAttn
 from trencadis.backends.cuda.kernels.layers import fused_decode_attention, skinny_gemm, skinny_quantised_gemm
 from trencadis.backends.cuda.kernels.layers.fused_decode_attention import HeadNorms
 from trencadis.backends.cuda.kernels.layers.skinny_gemm import NormOf

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trencadis.backends.cuda.kernels.gpu_platform import in_use
 from trencadis.backends.cuda.kernels.peers import one_shot_reduce, two_shot_reduce
 from trencadis.backends.cuda.kernels.peers.one_shot_reduce import PeerBuffers
-from trencadis.backends.cuda.kernels.torch_device_module import in_use
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

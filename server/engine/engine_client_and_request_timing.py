@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trencadis.core.engine_stats import EngineInfo, EngineStats
-from trencadis.core.graph_plan_report import GraphPlan
+from trencadis.core.graph_and_bucket_learning_report import GraphPlan
 from trencadis.core.host_memory import gib
 from trencadis.core.request import Delta, Request, RequestStats
 

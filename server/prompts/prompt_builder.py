@@ -12,7 +12,7 @@ from trencadis.core.checkpoint.model_registry import family_of
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import BadRequest
 from trencadis.core.request import SamplingParams
-from trencadis.multimodal.media_options import NO_SCOPE, MediaPart, MediaScope
+from trencadis.multimodal.media_parts_and_mm_processor_kwargs import NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.media_timing_and_concurrency import record_media_times
 from trencadis.multimodal.placeholders import NumberedPlaceholders
 from trencadis.server.prompts import sampling_params

@@ -16,11 +16,15 @@ from typing import Any
 from trencadis.core.devices import CARD_VARIABLES, RESOURCES, likely
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor import rank_messages, ray_cluster
-from trencadis.core.executor.engine_launcher import EngineHandle, spawn_engine
+from trencadis.core.executor import rank_messages, ray_access_and_node_placement
+from trencadis.core.executor.engine_process_launcher import EngineHandle, spawn_engine
 from trencadis.core.executor.headless_ranks import connect_to_engine
-from trencadis.core.executor.rank_info import RankFingerprint, compute_rank_fingerprint, describe_differences
-from trencadis.core.executor.ray_cluster import ClusterNode
+from trencadis.core.executor.rank_info_and_fingerprint import (
+    RankFingerprint,
+    compute_rank_fingerprint,
+    describe_differences,
+)
+from trencadis.core.executor.ray_access_and_node_placement import ClusterNode
 from trencadis.core.links.authenticated_link import Relay
 from trencadis.core.process import engine_messages
 
@@ -108,22 +112,22 @@ class EnginePlacement:
     def __init__(self, config: EngineConfig, engines: int, environ: Mapping[str, str]) -> None:
         self._resource = get_ray_resource(config)
         self._ranks = config.ranks
-        self.ray = ray_cluster.connect(environ)
-        nodes = ray_cluster.await_free_nodes(self.ray, self._resource, engines * self._ranks)
-        self.nodes = ray_cluster.assign_engine_nodes(nodes, engines, self._ranks, self._resource)
-        self.host = next(n.address for n in ray_cluster.nodes_of(self.ray, self._resource) if n.here)
+        self.ray = ray_access_and_node_placement.connect(environ)
+        nodes = ray_access_and_node_placement.await_free_nodes(self.ray, self._resource, engines * self._ranks)
+        self.nodes = ray_access_and_node_placement.assign_engine_nodes(nodes, engines, self._ranks, self._resource)
+        self.host = next(n.address for n in ray_access_and_node_placement.nodes_of(self.ray, self._resource) if n.here)
         self.max_per_node = max(Counter(node.id for node in self.nodes).values())
-        self._group = ray_cluster.create_engine_group(self.ray, engines, self._ranks, self._resource)
+        self._group = ray_access_and_node_placement.create_engine_group(self.ray, engines, self._ranks, self._resource)
 
     def create_actor(self, number: int) -> tuple[Any, Mapping[str, str]]:
         """Creates an actor in an engine's bundle; its process needs no variables."""
-        return ray_cluster.create_actor_in_bundle(
+        return ray_access_and_node_placement.create_actor_in_bundle(
             self.ray, EngineActor, self._group, number, self._resource, self._ranks
         ), {}
 
     def close(self) -> None:
         """Returns all resources to Ray."""
-        ray_cluster.remove_group(self._group)
+        ray_access_and_node_placement.remove_group(self._group)
 
 
 class MultiNodePlacement:
@@ -147,19 +151,24 @@ class MultiNodePlacement:
     def __init__(self, config: EngineConfig, engines: int, environ: Mapping[str, str]) -> None:
         assert engines == 1
         self._config, self._resource = config, get_ray_resource(config)
-        self.ray = ray_cluster.connect(environ)
+        self.ray = ray_access_and_node_placement.connect(environ)
         self.node = self._choose_node()
-        self.host = next(n.address for n in ray_cluster.nodes_of(self.ray, self._resource) if n.here)
+        self.host = next(n.address for n in ray_access_and_node_placement.nodes_of(self.ray, self._resource) if n.here)
         self.on_this_node = self.node.here
 
     def _choose_node(self) -> ClusterNode:
         """Chooses the node of an engine that starts now; waits for the cards of one that has just ended."""
         size, groups = self._config.tensor_parallel_size, self._config.pipeline_parallel_size
-        nodes = ray_cluster.await_free_nodes(self.ray, self._resource, groups * size)
-        return ray_cluster.choose_lead_node(nodes, groups, size, self._resource, self._config.allow_tp_over_nodes)
+        nodes = ray_access_and_node_placement.await_free_nodes(self.ray, self._resource, groups * size)
+        return ray_access_and_node_placement.choose_lead_node(
+            nodes, groups, size, self._resource, self._config.allow_tp_over_nodes
+        )
 
     def create_actor(self, number: int) -> tuple[Any, Mapping[str, str]]:
         """Creates an actor on the node that is best now, with variables that name this cluster and its node."""
         node = self._choose_node()
-        found = {"RAY_ADDRESS": self.ray.get_runtime_context().gcs_address, ray_cluster.OWN_NODE: node.id}
-        return ray_cluster.create_actor_on_node(self.ray, EngineActor, node.id), found
+        found = {
+            "RAY_ADDRESS": self.ray.get_runtime_context().gcs_address,
+            ray_access_and_node_placement.OWN_NODE: node.id,
+        }
+        return ray_access_and_node_placement.create_actor_on_node(self.ray, EngineActor, node.id), found

@@ -84,7 +84,7 @@ class TraceCollector(Collector):
 
 
 API, FRONT, OTHER = "api", "front", "other"
-API_MODULE = "trencadis.server.processes.api_server_main"
+API_MODULE = "trencadis.server.processes.api_worker_process_main"
 """Module in the command line of one of several API processes; the word after the next is its index."""
 ROLES = {
     "trencadis.core.process.engine_process": "engine",

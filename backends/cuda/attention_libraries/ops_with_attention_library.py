@@ -26,7 +26,7 @@ from trencadis.backends.cuda.attention_libraries.library_attention import (
 )
 from trencadis.backends.cuda.backend import CudaBackend
 from trencadis.backends.cuda.cpu_offloaded_layers import HostLayerOps
-from trencadis.backends.cuda.kernels.kernel_launch_tensors import ItemAttn
+from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
 from trencadis.backends.cuda.runtime_protocol import Runtime
 from trencadis.core.buckets import Stage

@@ -26,10 +26,18 @@ from enum import IntEnum
 
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
 from trencadis.core.device.backend import ProgramState
-from trencadis.core.device.communicators import RankAgreement
+from trencadis.core.device.communicators_and_rank_agreement import RankAgreement
 from trencadis.core.device_shape_policy import capturable
 from trencadis.core.errors import format_error, is_out_of_memory
-from trencadis.core.graph_plan_report import EAGER, FAILED, LARGE, NO_GRAPHS, POOL_FULL, RELEASED, WARMING
+from trencadis.core.graph_and_bucket_learning_report import (
+    EAGER,
+    FAILED,
+    LARGE,
+    NO_GRAPHS,
+    POOL_FULL,
+    RELEASED,
+    WARMING,
+)
 from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.host_memory import gib
 from trencadis.core.memory import graph_selection as budget
@@ -345,7 +353,7 @@ class GraphCaptures:
         return capturable(self.graphs.plan.policy, bucket)
 
     def missing_reason(self, bucket: Bucket) -> str:
-        """Returns why a compiled bucket has no graph, as named in core/graph_plan_report.py."""
+        """Returns why a compiled bucket has no graph, as named in core/graph_and_bucket_learning_report.py."""
         if self.unavailable:
             return NO_GRAPHS
         if self.settings.eager:

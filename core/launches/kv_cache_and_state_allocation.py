@@ -8,8 +8,8 @@ from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.device.backend import Backend, LayerKV, SamplerState
 from trencadis.core.kv_cache_format import RESERVED_BLOCKS
 from trencadis.core.memory.memory_estimator import arena_width, held_rows, kv_heads, row_width, state_slots
-from trencadis.core.models.interface import Persistent, RecurrentState
 from trencadis.core.models.kv_cache_quantisation import kept_type
+from trencadis.core.models.model_and_ops_api import Persistent, RecurrentState
 from trencadis.core.request import MAX_BIAS
 
 

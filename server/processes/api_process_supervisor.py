@@ -23,14 +23,14 @@ import msgspec
 from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.json_types import JsonObject
 from trencadis.core.process import engine_messages
-from trencadis.core.process.child_process import StopWatch, python_path
+from trencadis.core.process.child_process_environment_and_exit import StopWatch, python_path
 from trencadis.core.request import Delta, Request
 from trencadis.server.config.resolve_settings import Settings
-from trencadis.server.engine.engine_client import DeltaCallback, Pixels
+from trencadis.server.engine.engine_client_and_request_timing import DeltaCallback, Pixels
 from trencadis.server.engine.engine_process_link import RemotePixels, RequestLink
-from trencadis.server.metrics.process_and_tenant_collectors import API_MODULE
-from trencadis.server.processes import ipc_messages
-from trencadis.server.processes.ipc_messages import Channel, DeltaBatch, RequestRouted, Requests
+from trencadis.server.metrics.process_tenant_and_sleep_collectors import API_MODULE
+from trencadis.server.processes import ipc_messages_and_channel
+from trencadis.server.processes.ipc_messages_and_channel import Channel, DeltaBatch, RequestRouted, Requests
 from trencadis.server.tenants.shared_limits_table import SharedTable
 
 log = logging.getLogger("trencadis.server")
@@ -210,7 +210,7 @@ class ApiProcessOwner(Protocol):
     settings: Settings
     table: SharedTable
 
-    def make_relay(self, index: int, channel: Channel[ipc_messages.Up]) -> RequestRelay: ...
+    def make_relay(self, index: int, channel: Channel[ipc_messages_and_channel.Up]) -> RequestRelay: ...
     def on_connected(self, process: ApiProcess) -> None: ...
     def on_ready(self, process: ApiProcess, max_model_len: int) -> None: ...
     def on_failed_start(self, process: ApiProcess, message: str, code: int) -> None: ...
@@ -241,7 +241,7 @@ class ApiProcess:
         """Seconds for its last answers once it leaves."""
         self._running = False
         self.handle: subprocess.Popen[bytes] | None = None
-        self.channel: Channel[ipc_messages.Up] | None = None
+        self.channel: Channel[ipc_messages_and_channel.Up] | None = None
         self._relay: RequestRelay | None = None
         self._sock, self._listener = self._spawn()
 
@@ -261,8 +261,8 @@ class ApiProcess:
         served = dataclasses.replace(settings, engine=settings.engine.without_secrets())
         count = self.owner.table.count
         ours.sendall(
-            ipc_messages.make_frame(
-                ipc_messages.ServeOrder(served, self.index, count, self._replicas, listener.fileno(), table)
+            ipc_messages_and_channel.make_frame(
+                ipc_messages_and_channel.ServeOrder(served, self.index, count, self._replicas, listener.fileno(), table)
             )
         )
         return ours, listener
@@ -309,13 +309,15 @@ class ApiProcess:
 
     async def _serve(self) -> None:
         """Handles one process from its first frame to its end."""
-        channel = self.channel = Channel(self._sock, ipc_messages.decode_up, self._receive, self.owner.answer)
+        channel = self.channel = Channel(
+            self._sock, ipc_messages_and_channel.decode_up, self._receive, self.owner.answer
+        )
         self._relay = self.owner.make_relay(self.index, channel)
         await channel.connect()
         self.owner.on_connected(self)
         if self.leaving:
             # the order to leave came before the channel was open
-            channel.write(ipc_messages.LeaveOrder(self._leave_seconds))
+            channel.write(ipc_messages_and_channel.LeaveOrder(self._leave_seconds))
         watching = asyncio.create_task(self._watch(channel))
         try:
             await channel.run()
@@ -336,7 +338,7 @@ class ApiProcess:
             await asyncio.sleep(0.01)
         self.kill()
 
-    async def _watch(self, channel: Channel[ipc_messages.Up]) -> None:
+    async def _watch(self, channel: Channel[ipc_messages_and_channel.Up]) -> None:
         """Kills a process whose event loop no longer answers, or that is stopped, also while it starts."""
         starting = StopWatch(self.handle)
         while True:
@@ -349,18 +351,18 @@ class ApiProcess:
                 log.error("API process %d killed: it gives no sign of life", self.index)
                 self.kill()
 
-    def _receive(self, message: ipc_messages.Up, payload: bytes) -> Any:
+    def _receive(self, message: ipc_messages_and_channel.Up, payload: bytes) -> Any:
         match message:
-            case ipc_messages.ApiReady(max_model_len):
+            case ipc_messages_and_channel.ApiReady(max_model_len):
                 # From now on the socket ends with the process, and the system sends it no more connections.
                 self._listener.close()
                 self.ready_since = time.monotonic()
                 self.owner.on_ready(self, max_model_len)
-            case ipc_messages.ApiFailed(text, code):
+            case ipc_messages_and_channel.ApiFailed(text, code):
                 self.owner.on_failed_start(self, text, code)
             case engine_messages.ResetPrefixCache() | engine_messages.ResetEncoderCache():
                 self.owner.reset_cache(message)
-            case ipc_messages.FrontQuestion() | ipc_messages.FrontReply():
+            case ipc_messages_and_channel.FrontQuestion() | ipc_messages_and_channel.FrontReply():
                 pass  # handled by the channel itself
             case _:
                 assert self._relay is not None
@@ -372,7 +374,7 @@ class ApiProcess:
         self.leaving, self._leave_seconds = True, seconds
         self._leaving_event.set()
         if self.channel is not None:
-            self.channel.write(ipc_messages.LeaveOrder(seconds))
+            self.channel.write(ipc_messages_and_channel.LeaveOrder(seconds))
 
     def kill(self) -> None:
         """Kills the process and reaps it."""
@@ -395,7 +397,7 @@ class ApiProcess:
             self._sock.close()
 
 
-async def _is_responsive(channel: Channel[ipc_messages.Up], stops: StopWatch) -> bool:
+async def _is_responsive(channel: Channel[ipc_messages_and_channel.Up], stops: StopWatch) -> bool:
     """True if the API process replies within ``UNRESPONSIVE_SECONDS``, or its channel has closed.
 
     False as soon as it is stopped.

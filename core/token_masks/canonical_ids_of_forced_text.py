@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from trencadis.core.token_masks.grammar_vocabulary import CACHED, CanonicalTokenizer, split_whole
+from trencadis.core.token_masks.grammar_tokenizer_and_vocabulary import CACHED, CanonicalTokenizer, split_whole
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

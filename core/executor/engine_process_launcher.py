@@ -14,10 +14,10 @@ from typing import Protocol
 
 from trencadis.core.cpu_affinity import computing_cpus
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.executor.rank_info import requested_threads, threads_of
+from trencadis.core.executor.rank_info_and_fingerprint import requested_threads, threads_of
 from trencadis.core.links.rank_placement import RAY, topology
 from trencadis.core.process import engine_messages, torch_detection
-from trencadis.core.process.child_process import environment, remove_rank_folders
+from trencadis.core.process.child_process_environment_and_exit import environment, remove_rank_folders
 
 RAY_TOKEN = "RAY_AUTH_TOKEN"
 

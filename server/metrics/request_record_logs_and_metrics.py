@@ -25,7 +25,7 @@ from trencadis.core.engine_stats import EngineStats
 from trencadis.core.json_types import JsonObject
 from trencadis.core.process.engine_messages import BucketUse
 from trencadis.core.request import RequestStats, SamplingParams
-from trencadis.server.engine.engine_client import RequestTiming
+from trencadis.server.engine.engine_client_and_request_timing import RequestTiming
 
 CLIENT_CLOSED = 499
 """Status of a request whose client disconnected before it was answered."""

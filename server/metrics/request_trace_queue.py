@@ -19,7 +19,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from trencadis.core.errors import StartupError
 from trencadis.core.request import RequestStats
-from trencadis.server.metrics.request_record import RequestRecord
+from trencadis.server.metrics.request_record_logs_and_metrics import RequestRecord
 
 Value = str | int | float | list[str]
 

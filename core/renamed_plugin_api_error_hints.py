@@ -38,8 +38,10 @@ _FORMER_MODULES = {
     "backends.cpu.native.bounds_checks": "backends.cpu.native.checks",
     "backends.cpu.reference_ops": "backends.cpu.reference",
     "backends.cpu.sampler": "backends.cpu.sampling",
+    "backends.cuda.kernels.gpu_platform": "backends.cuda.kernels.torch_device_module",
     "backends.cuda.kernels.paged_attention_loop": "backends.cuda.kernels.paged_keys",
-    "backends.fault_injection": "backends.hooks",
+    "backends.fault_injection_hooks": "backends.fault_injection backends.hooks",
+    "core.bucket_lookup": "core.bucket_plan",
     "core.checkpoint.checkpoint_weight_source": """
         core.checkpoint.checkpoint_source core.models.checkpoint_source core.models.collected""",
     "core.checkpoint.config_reader": "core.checkpoint.reading",
@@ -70,16 +72,16 @@ _FORMER_MODULES = {
         core.checkpoint.weight_source core.layers.source core.layers.weight_source""",
     "core.cross_attention_inputs": "core.shapes.cross_attention_inputs",
     "core.device.backend": "core.backend",
-    "core.device.communicators": "core.launches.communicators",
+    "core.device.communicators_and_rank_agreement": "core.device.communicators core.launches.communicators",
     "core.device.launch_tensors": "core.launches.launch_tensors core.launches.tensors",
     "core.device.packed_weights_file": "core.models.packed_file core.models.packed_weights",
     "core.device_shape_policy": "core.device_policy",
     "core.engine_config": "core.config",
     "core.errors": """
         core.graphs.oom_errors core.name_suggestions core.nearest multimodal.error_params multimodal.errors""",
-    "core.executor.engine_launcher": "core.executor.spawn",
-    "core.executor.rendezvous": "core.executor.process_groups",
+    "core.executor.engine_process_launcher": "core.executor.engine_launcher core.executor.spawn",
     "core.executor.ray_broker_process": "core.executor.ray_broker",
+    "core.executor.rendezvous": "core.executor.process_groups",
     "core.family_configs": "core.families",
     "core.family_configs.bert": "core.families.xlm_roberta",
     "core.family_configs.llama": "core.families.granite core.families.seed_oss core.families.smollm3",
@@ -101,32 +103,34 @@ _FORMER_MODULES = {
     "core.models.image_cross_attention": """
         core.layers.cross_attention core.layers.crossing core.models.cross_attention core.models.cross_attention_decoder
         core.models.crossing""",
-    "core.models.interface": "core.layers.model_interface",
     "core.models.kv_cache_quantisation": """
         core.layers.kv_cache_codes core.models.kv_cache_codes core.quant.kv_cache_codes core.quant.kv_codes""",
     "core.models.linear_and_embedding": """
         core.layers.apart core.layers.embedding core.layers.linear core.layers.replicated core.models.embedding
         core.models.linear""",
     "core.models.mlp_and_norms": "core.layers.mlp core.layers.norm core.models.mlp core.models.norm",
+    "core.models.model_and_ops_api": "core.layers.model_interface core.models.interface",
     "core.models.moe": "core.layers.experts core.layers.moe",
     "core.models.pooler": "core.layers.pooler",
     "core.models.rotary_embedding": """
         core.layers.partial core.layers.partial_rotary core.layers.rope core.layers.rotary_embedding""",
     "core.output_constraints": "core.constraints core.structured_outputs",
     "core.quant.online_quant": "core.quant.online",
-    "core.quant.quantisation_scheme": "core.quant.scheme core.quant.weight_storage_format",
     "core.quant.quantised_tensor": "core.quant.tensor",
+    "core.quant.quantised_weight_layout_and_bytes": """
+        core.quant.quantisation_scheme core.quant.scheme core.quant.weight_storage_format""",
     "core.quant.writing.convert_checkpoint": "core.quant.writing.convert",
     "core.quant.writing.gptq_rounding": """
         core.quant.writing.gptq core.quant.writing.layer_rounding core.quant.writing.rounding""",
     "core.quant.writing.safetensors_writer": "core.quant.writing.files",
     "core.quant.writing.source_checkpoint": "core.quant.writing.stored",
-    "core.renamed_plugin_api": "core.old_names",
+    "core.renamed_plugin_api_error_hints": "core.old_names core.renamed_plugin_api",
     "core.request": "core.adapter_ref",
     "core.spec.draft_proposer": "core.spec.draft_source",
     "core.startup_progress_and_warmup_pacing": "core.progress core.startup_progress",
     "core.token_masks": "core.masks",
-    "core.token_masks.grammar_vocabulary": "core.token_masks.canonical_tokens",
+    "core.token_masks.grammar_tokenizer_and_vocabulary": """
+        core.token_masks.canonical_tokens core.token_masks.grammar_vocabulary""",
     "core.vision_config": "core.checkpoint.vision_config",
     "core.weight_files": "core.models.weight_files",
     "multimodal.convert_to_rgb": "multimodal.rgb_images",
@@ -149,7 +153,8 @@ _FORMER_MODULES = {
     "multimodal.images.processor_cache": "multimodal.images.cache",
     "multimodal.llava.family": "multimodal.llava.clip multimodal.llava.clip_config multimodal.llava.config",
     "multimodal.llava_next.family": "multimodal.llava_next.config",
-    "multimodal.media_options": "multimodal.images.limits multimodal.images.mm_processor_kwargs multimodal.options",
+    "multimodal.media_parts_and_mm_processor_kwargs": """
+        multimodal.images.limits multimodal.images.mm_processor_kwargs multimodal.media_options multimodal.options""",
     "multimodal.media_timing_and_concurrency": """
         multimodal.async_gather multimodal.gather multimodal.media_tasks multimodal.media_timing multimodal.stages""",
     "multimodal.media_uuids": "multimodal.uuids",
@@ -158,8 +163,9 @@ _FORMER_MODULES = {
     "multimodal.mllama.model": "multimodal.mllama_tower.model multimodal.stacks.model",
     "multimodal.patch_packing": "multimodal.grids multimodal.packing multimodal.patch_grids",
     "multimodal.phi3_v.family": "multimodal.phi3_v.config",
-    "multimodal.pixel_normalisation": """
-        multimodal.colours multimodal.normalisation multimodal.tiles.fine multimodal.vit.fixed_point_pixels""",
+    "multimodal.pixel_normalisation_and_fixed_point": """
+        multimodal.colours multimodal.normalisation multimodal.pixel_normalisation multimodal.tiles.fine
+        multimodal.vit.fixed_point_pixels""",
     "multimodal.pixtral": "multimodal.lines multimodal.mistral3 multimodal.pixtral_tower",
     "multimodal.pixtral.config": """
         multimodal.lines.config multimodal.pixtral.fields multimodal.pixtral.names multimodal.pixtral.pixtral_hf_config
@@ -170,9 +176,10 @@ _FORMER_MODULES = {
     "multimodal.processor_interface": """
         multimodal.prepared_video multimodal.processor multimodal.videos.items multimodal.videos.prepared_video""",
     "multimodal.qwen2_5_vl.window_packing": "multimodal.qwen2_5_vl.packing",
-    "multimodal.qwen2_vl.config": "multimodal.qwen2_vl.geometry multimodal.qwen2_vl.patch_geometry",
     "multimodal.qwen2_vl.model": "multimodal.qwen2_vl.tower multimodal.qwen2_vl.vision_tower",
     "multimodal.qwen2_vl.preprocessor_config": "multimodal.qwen2_vl.preprocessing",
+    "multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config": """
+        multimodal.qwen2_vl.config multimodal.qwen2_vl.geometry multimodal.qwen2_vl.patch_geometry""",
     "multimodal.qwen2_vl.qwen_vl_hf_config": "multimodal.qwen2_vl.config_fields multimodal.qwen2_vl.media_tokens",
     "multimodal.qwen2_vl.smart_resize": """
         multimodal.qwen2_vl.image_budget multimodal.qwen2_vl.needs multimodal.qwen2_vl.sizes""",
@@ -217,7 +224,7 @@ MODULES = {old: new for new, olds in _FORMER_MODULES.items() for old in olds.spl
 
 _MOVED = {
     "core.buckets": {
-        "core.bucket_plan": "BucketTable Plan escape",
+        "core.bucket_lookup": "BucketTable Plan escape",
         "core.device_shape_policy": """
             AxisRule DecodedPieces Density GraphMemory InputSizes LARGEST Policy SMALLEST capturable""",
     },

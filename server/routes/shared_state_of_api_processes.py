@@ -16,7 +16,7 @@ from trencadis.core.errors import NotFound
 from trencadis.core.json_types import Json, JsonObject
 from trencadis.multimodal.images.processor_cache import ProcessorCache
 from trencadis.multimodal.processor_interface import PlaceholderRun, PreparedImage, PreparedVideo
-from trencadis.server.tenants.admission import Admission, Bounds
+from trencadis.server.tenants.server_admission_and_byte_budgets import Admission, Bounds
 from trencadis.server.tenants.shared_limits_table import (
     HELD,
     SharedAccount,

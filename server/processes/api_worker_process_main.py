@@ -1,5 +1,5 @@
-"""One of several API processes: ``python -P -m trencadis.server.processes.api_server_main FD INDEX``: one end of a
-pair.
+"""One of several API processes: ``python -P -m trencadis.server.processes.api_worker_process_main FD INDEX``: one end
+of a pair.
 
 It has the app and no engine; the front process, which started it, has the engines and ends it.
 """
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonObject
-from trencadis.core.process import child_process, engine_messages, function_trace, heap_trimmer
+from trencadis.core.process import child_process_environment_and_exit, engine_messages, function_trace, heap_trimmer
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.http import listener
-from trencadis.server.processes import ipc_messages, signals_and_logging
+from trencadis.server.processes import ipc_messages_and_channel, signals_and_logging
 from trencadis.server.processes.remote_engine import FrontLink, make_engine_client
 from trencadis.server.processes.server_lifecycle import (
     FLUSH_SECONDS,
@@ -45,7 +45,7 @@ class FrontGone(Exception):
     """The front process ended before it sent the serve order."""
 
 
-def read_first_message(sock: socket.socket) -> ipc_messages.ServeOrder:
+def read_first_message(sock: socket.socket) -> ipc_messages_and_channel.ServeOrder:
     """Returns the serve order, the first message of the front process."""
 
     def read(count: int) -> bytes:
@@ -58,8 +58,8 @@ def read_first_message(sock: socket.socket) -> ipc_messages.ServeOrder:
         return found
 
     size, _ = engine_messages.HEADER.unpack(read(engine_messages.HEADER.size))
-    message = ipc_messages.decode_down(read(size))
-    assert isinstance(message, ipc_messages.ServeOrder), "the first frame says what to serve"
+    message = ipc_messages_and_channel.decode_down(read(size))
+    assert isinstance(message, ipc_messages_and_channel.ServeOrder), "the first frame says what to serve"
     return message
 
 
@@ -79,11 +79,15 @@ def main(sock: socket.socket) -> int:
             app = find_app(settings.server.app)(settings, make_engine_client(link))
         serving = _ApiServer(settings, link, app, order)
     except StartupError as error:
-        sock.sendall(ipc_messages.make_frame(ipc_messages.ApiFailed(str(error), 2)))
+        sock.sendall(ipc_messages_and_channel.make_frame(ipc_messages_and_channel.ApiFailed(str(error), 2)))
         return 2
     except Exception as error:
         log.exception("API process %d cannot start", order.index)
-        sock.sendall(ipc_messages.make_frame(ipc_messages.ApiFailed(f"{type(error).__name__}: {error}"[:500], 1)))
+        sock.sendall(
+            ipc_messages_and_channel.make_frame(
+                ipc_messages_and_channel.ApiFailed(f"{type(error).__name__}: {error}"[:500], 1)
+            )
+        )
         return 1
     if not order.index:
         for path, methods in list_routes(app):
@@ -104,7 +108,9 @@ def _log_stats_once(settings: Settings, index: int) -> Settings:
 class _ApiServer:
     """The parts that run in the event loop: uvicorn, and the link to the front process."""
 
-    def __init__(self, settings: Settings, link: FrontLink, app: FastAPI, order: ipc_messages.ServeOrder) -> None:
+    def __init__(
+        self, settings: Settings, link: FrontLink, app: FastAPI, order: ipc_messages_and_channel.ServeOrder
+    ) -> None:
         from trencadis.server.http.uvicorn_server import make_server
 
         self.link = link
@@ -115,8 +121,8 @@ class _ApiServer:
         link.answers["alive"] = self._answer_alive
         link.answers["figures"] = self._answer_metrics
         link.answers["close turns"] = self._drain_fair_queue
-        link.commands[ipc_messages.LeaveOrder] = self._shut_down
-        link.commands[ipc_messages.ReloadOrder] = lambda message: self._reload()
+        link.commands[ipc_messages_and_channel.LeaveOrder] = self._shut_down
+        link.commands[ipc_messages_and_channel.ReloadOrder] = lambda message: self._reload()
 
     async def run(self) -> None:
         """Serves until the front process says to leave, or has ended."""
@@ -137,7 +143,7 @@ class _ApiServer:
         while not self.web.started or self.link.writer is None:
             await asyncio.sleep(0.01)
         longest = 0 if self.state is None else self.state.service.max_model_len
-        self.link.channel.write(ipc_messages.ApiReady(longest))
+        self.link.channel.write(ipc_messages_and_channel.ApiReady(longest))
 
     async def _count_connections(self) -> None:
         while True:
@@ -160,7 +166,7 @@ class _ApiServer:
         queue = None if self.state is None else self.state.fair_queue
         return b"0" if queue is None else str(await queue.close(given["seconds"])).encode()
 
-    def _shut_down(self, message: ipc_messages.LeaveOrder) -> None:
+    def _shut_down(self, message: ipc_messages_and_channel.LeaveOrder) -> None:
         if self.state is not None and self.state.fair_queue is not None:
             self.state.fair_queue.stop()
         self.web.leave(message.seconds)
@@ -171,4 +177,4 @@ class _ApiServer:
 
 
 if __name__ == "__main__":
-    child_process.run(main, oom_score=250)
+    child_process_environment_and_exit.run(main, oom_score=250)

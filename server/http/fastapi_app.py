@@ -24,7 +24,7 @@ from trencadis.core.json_types import Json
 from trencadis.server.http.fair_admission import FairAdmissionMiddleware
 from trencadis.server.http.request_middleware import RequestMiddleware, describe_missing_path, make_error_response
 from trencadis.server.metrics.prometheus import ThroughputLog, make_preemption_warning
-from trencadis.server.metrics.request_record import end_request
+from trencadis.server.metrics.request_record_logs_and_metrics import end_request
 from trencadis.server.routes import (
     dev_mode,
     health_and_metrics,
@@ -37,8 +37,8 @@ from trencadis.server.routes import (
     serving_score,
     serving_tokenization,
 )
+from trencadis.server.routes.api_keys_and_allowed_hosts import HostRules, Keys
 from trencadis.server.routes.app_state import AppState
-from trencadis.server.routes.auth import HostRules, Keys
 from trencadis.server.routes.openapi import cache_openapi, make_openapi
 from trencadis.server.routes.serving_base import ServingState
 from trencadis.server.routes.serving_pooling import make_router

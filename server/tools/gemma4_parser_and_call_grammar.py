@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import Json, JsonMapping
-from trencadis.server.grammars.grammar_writer import (
+from trencadis.server.grammars.lark_grammar_and_tool_functions import (
     ANY,
     GrammarWriter,
     ToolFunction,

@@ -11,8 +11,8 @@ from torch import Tensor
 from tests import kernel_kinds
 from trencadis.backends.cpu import ops
 from trencadis.backends.cpu.batch_invariant import FIXED_ROWS, PROBES, InvariantOps
-from trencadis.backends.cpu.native import kernel_library, kernel_table, weight_packing
-from trencadis.backends.cpu.native.kernel_table import (
+from trencadis.backends.cpu.native import kernel_choice_by_cpu, kernel_library, weight_packing
+from trencadis.backends.cpu.native.kernel_choice_by_cpu import (
     ANY,
     BFLOAT16,
     FLOAT16,
@@ -77,7 +77,7 @@ def test_the_variable_chooses_for_all_types(monkeypatch: pytest.MonkeyPatch) -> 
     if missing is not None:
         monkeypatch.setenv(VARIABLE, missing)
         with pytest.raises(StartupError, match=f"{VARIABLE}={missing}: these kernels cannot serve: "):
-            kernel_table.chosen_table()
+            kernel_choice_by_cpu.chosen_table()
 
 
 def test_numbers_are_those_of_the_header() -> None:
