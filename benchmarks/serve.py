@@ -1,10 +1,13 @@
 """Our server under load: time to first token, time per token, gaps, tokens and images per second, padding, start-up.
 
-python -m benchmarks.serve [--model DIR] [--clients 1,8,32,128] [--quick] [--enforce-eager]
+python -m benchmarks.serve [--model DIR] [--clients 1,8,32,128] [--loads text,image,edited] [--quick] [--enforce-eager]
                               [--vllm [PYTHON]] [--vllm-flags=FLAGS] [-- FLAGS OF serve]
 
 The server runs as a process on the loopback and is ended afterwards; ``--enforce-eager`` adds a second one without
 graphs, ``--vllm`` one of vLLM, from this Python or from one of its own, each started when the one before has ended.
+The load ``edited`` asks for a text of the prompt once more, which is what guesses of n-grams are for, where --loads
+names it. A model with random weights does not do so: ``benchmarks.harness.checkpoints cycles`` has answers that repeat.
+
 Clients are a closed loop, so at the start they all ask at once: the first token then waits for the prompts of others.
 """
 
@@ -16,6 +19,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -30,18 +34,35 @@ COLUMNS = {
     "ttft_p99_ms": "p99", "tpot_p50_ms": "TPOT p50 ms", "itl_p50_ms": "ITL p50 ms", "itl_p99_ms": "p99 ",
     "tokens_per_second": "tokens/s", "images_per_second": "images/s", "real_padded": "real/padded",
 }  # fmt: skip
+KINDS = ("text", "image", "edited")
 PHASE = re.compile(r"engine: (\w+).*\((\d+\.\d) s\)")
 READY = re.compile(r"engine ready on .* after (\d+\.\d) s")
 
 
-def loads(clients: list[int], quick: bool, side: int) -> list[tuple[str, Load]]:
-    """Text and image loads for each number of clients; unless ``quick``, every client sends at least two requests."""
+def loads(clients: list[int], quick: bool, side: int, kinds: Sequence[str] = KINDS[:2]) -> list[tuple[str, Load]]:
+    """Loads of the kinds for each number of clients; unless ``quick``, every client sends at least two requests."""
     made = []
     for c in clients:
         count = c if quick else max(2 * c, 8)
-        made.append(("text", Load(c, count, words=100, out=64, seed=c)))
-        made.append(("image", Load(c, count, words=12, images=1, side=side, out=32, seed=c + 1)))
+        of_kind = {
+            "text": Load(c, count, words=100, out=64, seed=c),
+            "image": Load(c, count, words=12, images=1, side=side, out=32, seed=c + 1),
+            "edited": Load(c, count, words=100, out=128, seed=c + 2, edited=True),
+        }
+        made += [(kind, of_kind[kind]) for kind in kinds]
     return made
+
+
+def kinds_of(text: str) -> tuple[str, ...]:
+    """The kinds of loads of a list with commas.
+
+    Raises:
+        argparse.ArgumentTypeError: one is unknown.
+    """
+    found = tuple(text.split(","))
+    if not {*found} <= {*KINDS}:
+        raise argparse.ArgumentTypeError(f"{text!r}: loads are {', '.join(KINDS)}")
+    return found
 
 
 def padding(server: Server) -> tuple[int, int]:
@@ -85,7 +106,7 @@ def run(
         startup = phases(server.last_words(20_000), server.ready)
         for warm in (Load(1, 2, out=4), Load(1, 2, images=1, side=args.side, out=4, seed=3)):
             asyncio.run(drive(server.url, server.model(), warm))
-        for kind, load in loads([int(c) for c in args.clients.split(",")], args.quick, args.side):
+        for kind, load in loads([int(c) for c in args.clients.split(",")], args.quick, args.side, args.loads):
             found.append({"server": name, **measure(server, kind, load)})
             print(found[-1], file=sys.stderr, flush=True)
         memory = sum(memory_of(pid).get("pss", 0) for pid in server.pids())
@@ -139,6 +160,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="", help="checkpoint folder (default: the bundled demo)")
     parser.add_argument("--clients", default="1,8,32", help="concurrent clients; on a card try 1,8,32,128")
+    parser.add_argument(
+        "--loads", type=kinds_of, default=KINDS[:2], help=f"of {', '.join(KINDS)}; text,image by default"
+    )
     parser.add_argument("--side", type=int, default=448, help="pixels of an image's side")
     parser.add_argument("--kv", default="1GiB", help="our KV cache")
     parser.add_argument("--quick", action="store_true", help="one request per client")

@@ -230,6 +230,7 @@ class Policy:
             ops are ``core.models.model_and_ops_api.RecurrentOps``.
         drafts: rows of decoding sequences may have several tokens, and SAMPLE reads ``HeadInputs.ahead``, so that
             drafts can be verified (core/spec). A device with planned shapes has the stage VERIFY for them.
+        fused_tokens: launches of up to so many tokens are faster than others.
         joined_adapters: one A and one B hold the adapters of all slots and of all parts of a fused matrix
             (core/memory/weight_bytes.py), and the numbers of slots are repeated for each of their columns.
         adapters: text buckets have the variant ``LORA``, whose launches have ``TextTensors.adapter``.
@@ -280,6 +281,7 @@ class Policy:
     split_head: bool = False
     drawn_head: bool = False
     drafts: bool = False
+    fused_tokens: int = 0
     adapters: bool = False
     joined_adapters: bool = False
     penalised_head: bool = False

@@ -51,6 +51,8 @@ KERNELS = (
     Kernel("attention over work items", "paged_attention", ("items_kernel",), ATTENTION, "attend_prefill"),
     Kernel("attention that turns and stores", "layers/fused_decode_attention", ("turned_items_kernel",),
            ("test_whole_layer",), ""),
+    Kernel("the same of several tokens a row", "layers/fused_verify_attention", ("verify_items_kernel",),
+           ("test_verify_layer",), ""),
     Kernel("products of few rows", "layers/skinny_gemm", ("skinny_kernel",), ("test_whole_layer",), ""),
     Kernel(
         "products of few rows with codes", "layers/skinny_quantised_gemm", ("coded_skinny_kernel",),

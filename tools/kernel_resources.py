@@ -267,6 +267,7 @@ def faults(found: Sequence[Report]) -> list[str]:
 ATTENTION = (
     "items",
     "turned_items",
+    "verify_items",
     "join",
     "windows",
     "images",

@@ -122,7 +122,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
     """
 
     whole_layers: ClassVar[bool] = True
-    """True if these ops may run decoder layers of few rows as ``kernels.layers.fused_layer``."""
+    """True if these ops may run decoder layers of few tokens as ``kernels.layers.fused_layer``."""
     gathers = False
     alike: ClassVar[bool] = False
     """True if a query's sums over an image run in the same order in all launches."""
@@ -145,13 +145,13 @@ class CudaOps(HostLayerOps, ReferenceOps):
             self._arrived = skinny_gemm.counters(device)
 
     def layer(self, run: Callable[..., T], *args: Any) -> T:
-        """Runs a layer as ``backend.Ops`` says; a decoder layer of few rows without adapters in six launches if it can
-        be fused.
+        """Runs a layer as ``backend.Ops`` says; a decoder layer of few tokens without adapters in six launches if it
+        can be fused.
         """
         fuses = self._arrived is not None and self.host_layers is None and len(args) == DECODER_ARGS
         if fuses and fused_layer.can_fuse(run, args[0], args[-1]):
             assert self._arrived is not None
-            made: Any = fused_layer.FusedLayer(cast(DecoderLayer, run), self._arrived)
+            made: Any = fused_layer.FusedLayer(cast(DecoderLayer, run), self._arrived, self.query_group)
             return super().layer(made, *args)  # type: ignore[no-any-return]
         return super().layer(run, *args)
 

@@ -125,6 +125,7 @@ SERVING = Policy(
     aligned=ALIGNED,
     drawn_head=True,
     drafts=True,
+    fused_tokens=16,  # kernels/layers/fused_layer.py; a test compares
     attention={FLASH_ATTN: flash_bytes, FLASHINFER: infer_bytes},
     graph_memory=GraphMemory(library=WORKSPACE),
     ridge=300.0,

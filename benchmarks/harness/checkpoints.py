@@ -1,10 +1,10 @@
 """Random Qwen2.5-VL checkpoints in the hub's layout, made once and kept in ``.bench/checkpoints``.
 
-python -m benchmarks.harness.checkpoints [half tiny three wide]
+python -m benchmarks.harness.checkpoints [half tiny three wide cycles]
 
 half: 0.68 G parameters, the text of Qwen2.5-0.5B; tiny: for tests; three: the sizes of Qwen2.5-VL-3B in bfloat16
 (7.5 GB), drawn on an NVIDIA card where there is one; wide: four layers of half under its 151,936 ids, for what depends
-on the vocabulary alone
+on the vocabulary alone; cycles: half, whose answers repeat themselves every 24 tokens, for what guesses them
 
 Speed depends on shapes, not on values; norms and biases are random too, so that equal answers mean something.
 """
@@ -66,6 +66,8 @@ class Shape:
     full: tuple[int, ...]
     std: float = 0.02
     dtype: str = "float32"
+    cycle: int = 0
+    """The likeliest id after another is the next of so many neighbours, in a circle; 0: it comes of random values."""
 
 
 HALF = Shape("half", 151643, 151936, 896, 24, 14, 2, 4864, (8, 12, 12), 1280, 16, 3420, 8, (3, 7))
@@ -74,7 +76,9 @@ _VISION_3B = (1280, 16, 3420, 32, (7, 15, 23, 31))
 THREE = Shape("three", 151643, 151936, 2048, 36, 16, 2, 11008, (16, 24, 24), *_VISION_3B, dtype="bfloat16")
 SEVEN = Shape("seven", 151643, 152064, 3584, 28, 28, 4, 18944, (16, 24, 24), *_VISION_3B, dtype="bfloat16")
 WIDE = replace(HALF, name="wide", layers=4, depth=1, full=(0,))
-SHAPES = {s.name: s for s in (HALF, TINY, THREE, SEVEN, WIDE)}
+CYCLES = replace(HALF, name="cycles", cycle=24)
+TINY_CYCLES = replace(TINY, name="tiny-cycles", cycle=6)
+SHAPES = {s.name: s for s in (HALF, TINY, THREE, SEVEN, WIDE, CYCLES, TINY_CYCLES)}
 
 
 def checkpoint(name: str, root: Path | None = None) -> Path:
@@ -116,7 +120,7 @@ def config(s: Shape) -> dict[str, Any]:
         "rope_scaling": {"type": "mrope", "mrope_section": list(s.section)},
         "max_position_embeddings": 32768,
         "use_sliding_window": False,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": not s.cycle,
         "bos_token_id": s.base,
         "eos_token_id": s.base + SPECIALS.index("<|im_end|>"),
         "vision_start_token_id": s.base + SPECIALS.index("<|vision_start|>"),
@@ -147,6 +151,8 @@ def sizes(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(name, shape) of every tensor."""
     head = s.hidden // s.heads
     yield "model.embed_tokens.weight", (s.vocab, s.hidden)
+    if s.cycle:
+        yield "lm_head.weight", (s.vocab, s.hidden)
     yield "model.norm.weight", (s.hidden,)
     for i in range(s.layers):
         at = f"model.layers.{i}."
@@ -175,6 +181,10 @@ def sizes(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"visual.merger.mlp.{part}.bias", (out,)
 
 
+ADDING = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+"""Weights without which a layer adds nothing, so that the head sees the embedding of the last id."""
+
+
 def _write_weights(folder: Path, s: Shape) -> None:
     import torch
     from safetensors.torch import save_file
@@ -191,6 +201,13 @@ def _write_weights(folder: Path, s: Shape) -> None:
             values.mul_(0.1).add_(1)
         else:
             values *= s.std * (2 if ".q_proj." in name or ".k_proj." in name else 1)
+        if s.cycle and name.endswith(ADDING):
+            values.zero_()
+        if name == "lm_head.weight":
+            ids = torch.arange(s.vocab)
+            first = ids - ids % s.cycle
+            follows = first + (ids - first + 1) % (s.vocab - first).clamp(max=s.cycle)
+            values[follows] = tensors["model.embed_tokens.weight"].to(values.dtype)
         tensors[name] = values.to("cpu", getattr(torch, s.dtype))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 

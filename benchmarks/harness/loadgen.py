@@ -21,6 +21,9 @@ from benchmarks.harness.reporting import median, quantile
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
+EDIT = "Write this text once more, word for word, and correct what is misspelt:\n\n"
+
+
 @dataclass(frozen=True)
 class Load:
     """A closed loop: each of ``clients`` sends its next request when answered, up to ``requests`` or the time limit."""
@@ -33,6 +36,8 @@ class Load:
     out: int = 32
     seed: int = 0
     seconds: float = 300.0
+    edited: bool = False
+    """The request asks for its own words again, so that the answer repeats what the prompt holds."""
 
 
 @dataclass
@@ -64,7 +69,7 @@ def body(model: str, load: Load, number: int) -> bytes:
         random_image(rng.randrange(1 << 30), load.side).save(data, "PNG", compress_level=1)
         url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
         parts.append({"type": "image_url", "image_url": {"url": url}})
-    parts.append({"type": "text", "text": words(rng, load.words)})
+    parts.append({"type": "text", "text": EDIT * load.edited + words(rng, load.words)})
     request = {
         "model": model, "messages": [{"role": "user", "content": parts}], "temperature": 0, "max_tokens": load.out,
         "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},

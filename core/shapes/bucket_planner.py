@@ -346,13 +346,15 @@ def _listed_decode(builder: PlanBuilder) -> Iterator[Bucket]:
 def _verify(builder: PlanBuilder) -> Iterator[Bucket]:
     """Yields VERIFY(rows) on ragged devices, VERIFY(rows, blocks) if the list of blocks is an axis.
 
-    The width of a row is the variant. Rows are at most those that can have as many drafts as possible in one step.
+    The width of a row is the variant. Rows are at most those that can have as many drafts as possible in one step; as
+    many as ``fused_tokens`` holds have a bucket of their own.
     """
     limits, rules = builder.limits, builder.policy.rules[Stage.VERIFY]
     if not limits.drafts:
         return
     variant = verify_variant(limits.drafts + 1)
-    for r in sizes("exp", AxisSpan(1, 1, limits.verified_rows, rules[0].density)):
+    fused = min(builder.policy.fused_tokens // (limits.drafts + 1), limits.verified_rows)
+    for r in sorted({*sizes("exp", AxisSpan(1, 1, limits.verified_rows, rules[0].density)), fused or 1}):
         if len(rules) == 1:
             yield Bucket(Stage.VERIFY, (r,), variant)
             continue

@@ -10,6 +10,7 @@ export class Shapes {
   constructor() {
     this.planned = [];
     this.timer = 0;
+    this.before = null;
   }
 
   /** The planned buckets as last read. */
@@ -42,7 +43,9 @@ export class Shapes {
   }
 
   show(shapes, stats) {
-    const entries = gauges(shapes, stats).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
+    const now = { at: performance.now(), tokens: stats.generation_tokens, ...stats.speculation };
+    const entries = [...gauges(shapes, stats), speed(this.before, now)].map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
+    this.before = now;
     at("gauges").replaceChildren(...entries);
     this.memory(shapes);
     const rows = [...shapes.buckets, ...shapes.unplanned].map(row);
@@ -100,6 +103,15 @@ function gauges(shapes, stats) {
   ];
   if (shapes.warmup) found.push(["Warm-up", `${shapes.warmup.percent} %, ${Math.ceil(shapes.warmup.eta_seconds)} s left`]);
   return found;
+}
+
+/** Tokens a second since the last reading, and how many of the drafts of that time were accepted. */
+function speed(before, now) {
+  const seconds = before ? (now.at - before.at) / 1000 : 0;
+  const name = "Tokens a second, drafts accepted";
+  if (!(seconds > 0)) return [name, "–"];
+  const since = (key) => Math.max(now[key] - before[key], 0); // an engine that started anew counts from 0
+  return [name, `${(since("tokens") / seconds).toFixed(1)}, ${share(since("accepted_tokens"), since("draft_tokens"))}`];
 }
 
 function row(b) {

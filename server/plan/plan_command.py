@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trencadis.core import devices
+from trencadis.core.buckets import Stage, is_drafting
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.pooling_config_reader import load_model_config
@@ -120,7 +121,9 @@ def main(words: Sequence[str]) -> int:
     lines: list[str] = []
     if own.time:
         timer = devices.timer(likely(config.device))
-        report["time"] = timer.times(model, config.tensor_parallel_size, own.card)
+        verified = [b for b in planned.plan.buckets if b.stage is Stage.VERIFY and not is_drafting(b)]
+        ends = verified[:1] + verified[1:][-1:]
+        report["time"] = timer.times(model, config.tensor_parallel_size, own.card, verified=ends)
         lines = ["", *timer.lines(report["time"])]
     print(json.dumps(report, indent=1) if own.as_json else "\n".join([plan_report.format_report(report), *lines]))
     return 0

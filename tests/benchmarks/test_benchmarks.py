@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from benchmarks import serve
 from benchmarks.grammars.masks import GrammarRuns, measure
-from benchmarks.harness.checkpoints import SPECIALS, TINY, WORDS, checkpoint
+from benchmarks.harness.checkpoints import SHAPES, SPECIALS, TINY, WORDS, checkpoint
 from benchmarks.harness.compared_engines import Ours, Setup, TransformersEngine, Work, conversations, run
-from benchmarks.harness.loadgen import Answer, Load, body, drive, summary
+from benchmarks.harness.loadgen import EDIT, Answer, Load, body, drive, summary
 from benchmarks.harness.server import memory_of
 from benchmarks.memory import WORDS as WORDS_OF
 from benchmarks.memory import mixed, slope
@@ -65,6 +68,32 @@ def test_requests_differ_and_hold_their_images() -> None:
     first, second = (json.loads(body("m", load, i)) for i in range(2))
     assert first["messages"] != second["messages"]
     assert [p["type"] for p in first["messages"][0]["content"]] == ["image_url", "text"]
+
+
+def test_answers_of_a_checkpoint_of_cycles_repeat_and_are_guessed(tmp_path: Path) -> None:
+    """In transformers as in ours, so that n-grams of two engines have the same to follow."""
+    path = checkpoint("tiny-cycles", tmp_path)
+    setup, work = Setup(str(path)), Work(1, 24, words=8)
+    ours, reference = Ours(setup), TransformersEngine(setup)
+    found = run(ours, work)
+    assert found.tokens == run(reference, work).tokens
+    (answer,) = found.tokens
+    assert len({*answer}) == SHAPES["tiny-cycles"].cycle and answer[6:] == answer[:-6]
+    assert ours.llm.engine.scheduler.totals.spec_accepted > 8, "n-grams are guessed by default"
+    ours.llm.close()
+
+
+def test_a_load_of_edited_text_asks_for_the_words_of_its_prompt() -> None:
+    edited = dict(serve.loads([2], True, 448, ("edited",)))["edited"]
+    plain = replace(edited, edited=False)
+    asked, bare = (
+        json.loads(body("m", load, 0))["messages"][0]["content"][0]["text"] for load in (edited, plain)
+    )  # fmt: skip
+    assert asked == EDIT + bare and len(bare.split()) == edited.words == 100 and edited.out > 64
+    assert [kind for kind, _ in serve.loads([1, 8], False, 448)] == ["text", "image"] * 2, "as before, if not named"
+    assert serve.kinds_of("edited,text") == ("edited", "text")
+    with pytest.raises(argparse.ArgumentTypeError, match="loads are text, image, edited"):
+        serve.kinds_of("editing")
 
 
 def test_summary_of_a_load() -> None:

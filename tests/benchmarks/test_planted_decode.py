@@ -3,10 +3,7 @@ answers of an engine on the twin against prompts of the same ids."""
 
 from __future__ import annotations
 
-import inspect
-import linecache
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +14,7 @@ import torch
 
 from benchmarks.gpu import decode, layers
 from tests.oracles import interpreter
+from tests.oracles.planted_mistakes import planted
 from trencadis import LLM
 from trencadis.backends.cuda.cpu_twin.ops import TwinOps
 from trencadis.backends.cuda.launches import cuda_host_arrays
@@ -29,25 +27,6 @@ from trencadis.backends.cuda.kernels.layers import fused_decode_attention, fused
 
 BARS = {"error": 4.0, "mean": 3.0}
 """Of layers in float32, whose sums run in another order than plain torch's: theirs is near one."""
-
-
-@contextmanager
-def planted(module: ModuleType, name: str, old: str, new: str, users: tuple[ModuleType, ...] = ()) -> Iterator[None]:
-    """Function ``name`` of ``module`` with ``old`` replaced by ``new``, in ``users`` that imported it, too."""
-    kept = getattr(module, name)
-    source = inspect.getsource(getattr(kept, "fn", kept))
-    assert source.count(old) == 1, f"{name} has {source.count(old)} times {old!r}"
-    text, file = source.replace(old, new), f"<planted {name}: {new[:40]}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
-    exec(compile(text, file, "exec"), module.__dict__)
-    made = getattr(module, name)
-    for user in users:
-        setattr(user, name, made)
-    try:
-        yield
-    finally:
-        for user in (module, *users):
-            setattr(user, name, kept)
 
 
 Plant = tuple[ModuleType, str, str, str]
@@ -89,10 +68,10 @@ LAYER_MISTAKES: dict[str, Plant] = {
         fused_decode_attention, "turned_items_kernel", "size = tl.where(newest, tl.full([M], 1.0, tl.float32), 0.0)",
         "size = tl.where(newest, tl.full([M], 0.0, tl.float32), 0.0)"),
     "keys are not turned": (
-        fused_decode_attention, "_norm_and_rotate", "return (near * cosine + other * sine).to(held.dtype)",
+        fused_decode_attention, "norm_and_rotate", "return (near * cosine + other * sine).to(held.dtype)",
         "return tl.where(live[:, None] & (tl.num_programs(0) > 0), near, other).to(held.dtype)"),
     "turned the other way": (
-        fused_decode_attention, "_norm_and_rotate", "-sine, sine)", "sine, -sine)"),
+        fused_decode_attention, "norm_and_rotate", "-sine, sine)", "sine, -sine)"),
     "a stored key is lost": (fused_decode_attention, "_stored_reach", "stop = tl.minimum(before, limit)",
                              "stop = tl.minimum(before - 1, limit)"),
     "a stale key is seen": (fused_decode_attention, "_stored_reach", "stop = tl.minimum(before, limit)",

@@ -33,10 +33,10 @@ SECONDS = 1.5
 
 
 def altered(source: Path, target: Path, file: str, key: str, value: Any) -> Path:
-    """A folder like ``source``, but for ``key`` (a path with dots) of ``file``; everything else is a copy."""
+    """A folder with the files of ``source``, but for ``key`` (a path with dots) of ``file``; the others are copies."""
     target.mkdir()
     for one in source.iterdir():
-        if one.name != file:
+        if one.is_file() and one.name != file:
             shutil.copyfile(one, target / one.name)
     held = json.loads((source / file).read_text()) if (source / file).is_file() else {}
     *outer, last = key.split(".")

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from tests.oracles.transformers_model import Oracle, assert_same, conversation
+from tests.speculation.test_demo_answers import predict
 from trencadis import LLM, SamplingParams
 from trencadis.backends.cuda import support_checks
+from trencadis.backends.cuda.kernels.layers import fused_verify_attention
+from trencadis.core.buckets import Stage
 
 PIXELS: dict[str, Any] = {"min_pixels": 3136, "max_pixels": 12_544}
 SETTINGS: dict[str, Any] = {
@@ -81,6 +84,44 @@ def test_batch_invariant(vl_checkpoint: Path, cuda: Callable[..., LLM], all_imag
     llm = cuda(vl_checkpoint, batch_invariant=True)
     alone = [bits(llm.chat([c], params))[0] for c in chats]
     assert bits(cuda(vl_checkpoint, batch_invariant=True, max_num_batched_tokens=chunk).chat(chats, params)) == alone
+
+
+@pytest.mark.long
+def test_batch_invariant_with_drafts(vl_checkpoint: Path, cuda: Callable[..., LLM]) -> None:
+    """Tokens and scores of VERIFY launches have the bits of those without; some drafts are right and some wrong."""
+    rng = np.random.default_rng(6)
+    chats = [conversation(rng, high=80, most=most)[0] for most in (0, 1)]
+    params = SamplingParams(temperature=0.7, seed=5, max_tokens=8, logprobs=5, ignore_eos=True)
+    plain = bits(cuda(vl_checkpoint, batch_invariant=True).chat(chats, params))
+    llm = cuda(vl_checkpoint, batch_invariant=True, spec_method="ngram", spec_tokens=3, spec_always=True)
+    predict(llm, [[id + (at == 2) for at, id in enumerate(ids)] for ids, _ in plain])
+    assert bits(llm.chat(chats, params)) == plain
+    totals = llm.engine.scheduler.totals
+    assert 4 <= totals.spec_accepted < totals.spec_draft_tokens
+    assert any(b.stage is Stage.VERIFY for b in llm.engine.executor._rank.graphs.hits)  # type: ignore[attr-defined]
+
+
+@pytest.mark.long
+def test_drafts_change_no_answer(
+    vl_checkpoint: Path, cuda: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VERIFY by layers of six launches: the greedy answers of DECODE."""
+    attend, fused = fused_verify_attention.attend, list[int]()
+
+    def noted(qkv: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        fused.append(len(qkv))
+        return attend(qkv, *args, **more)
+
+    rng = np.random.default_rng(7)
+    chats = [conversation(rng, high=80, most=most)[0] for most in (0, 1)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    plain = [r.outputs[0].token_ids for r in cuda(vl_checkpoint, speculation=False).chat(chats, params)]
+    llm = cuda(vl_checkpoint, spec_method="ngram", spec_tokens=3, spec_always=True)
+    predict(llm, plain)
+    monkeypatch.setattr(fused_verify_attention, "attend", noted)
+    assert [r.outputs[0].token_ids for r in llm.chat(chats, params)] == plain
+    assert llm.engine.scheduler.totals.spec_accepted >= 8
+    assert 8 in fused, "two rows of a token and three drafts"
 
 
 def test_batch_invariant_takes_one_card(vl_checkpoint: Path, cuda: Callable[..., LLM]) -> None:

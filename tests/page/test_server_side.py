@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -120,6 +121,8 @@ def test_views_are_chosen_by_keyboard_and_gauges_are_read(tab: Tab) -> None:
     page.keyboard.press("ArrowRight")
     assert page.locator("#shapes").is_visible() and page.locator("#chat").is_hidden()
     page.locator("#gauges dt", has_text="KV blocks in use").wait_for()
+    speed = page.locator("#gauges div", has=page.locator("dt", has_text="Tokens a second, drafts accepted"))
+    speed.locator("dd", has_text=re.compile(r"^0\.0, none$")).wait_for()  # nobody asks anything between two readings
     page.keyboard.press("ArrowLeft")
     assert page.locator("#chat").is_visible()
 

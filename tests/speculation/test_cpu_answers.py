@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -73,8 +74,8 @@ def engine_of(path: Path, **flags: Any) -> Engine:
     return create_engine(EngineConfig(model=str(path), **{**FLAGS, **flags}))
 
 
-def run(engine: Engine, seed: int, count: int, predicted: Answers | None = None) -> SampledTraffic:
-    """Answers of random requests, which may come with a prediction; the engine is closed."""
+def run(engine: Engine, seed: int, count: int, predicted: Answers | None = None, closes: bool = True) -> SampledTraffic:
+    """Answers of random requests, which may come with a prediction; ``closes``: the engine is closed behind them."""
     sizes = engine.scheduler.limits
     engine.set_vocabulary(vocabulary(engine.info().vocab_size, sizes.eos).pack())
     sizes_of: dict[str, Any] = {"length": LENGTH * 2 // 3, "vocab": engine.info().vocab_size, "most": 8}
@@ -82,7 +83,8 @@ def run(engine: Engine, seed: int, count: int, predicted: Answers | None = None)
     traffic.run()
     engine.scheduler.check()
     assert engine.scheduler.pool.used == 0
-    engine.close()
+    if closes:
+        engine.close()
     return traffic
 
 
@@ -160,20 +162,48 @@ RANKS: dict[str, dict[str, Any]] = {
     "two ranks": {"tensor_parallel_size": 2}, "two stages": {"pipeline_parallel_size": 2},
     "two stages of two ranks": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
 }  # fmt: skip
+MANY = int(os.environ.get("TRENCADIS_TEST_REQUESTS", "60"))
+"""Requests of the long run over ranks and stages."""
+
 SOURCES = ("right", "mixed", "wrong", "ngram", "suffix", "prediction")
 
 
 @pytest.mark.parametrize("ranks", ["two ranks", "two stages"])
 def test_ranks_and_stages_verify_drafts_alike(vl_checkpoint: Path, ranks: str) -> None:
-    mixed, predicted = compare(vl_checkpoint, 3, 8, [("mixed", 3), ("prediction", 4)], **RANKS[ranks])
-    assert mixed > 20 and predicted > 20
+    cases = [("mixed", 3), ("prediction", 4), ("ngram", 7), ("suffix", 3)]
+    mixed, predicted, *own = compare_in_one_engine(vl_checkpoint, 3, 8, cases, **RANKS[ranks])
+    assert mixed > 20 and predicted > 20 and min(own) > 0
+
+
+def compare_in_one_engine(path: Path, seed: int, count: int, cases: list[tuple[str, int]], **flags: Any) -> list[int]:
+    """As ``compare``, by one engine whose source is exchanged: processes of ranks are started once."""
+    engine = engine_of(path, speculative_config={"prompt_lookup_min": 1}, spec_always=True, **flags)
+    scheduler = engine.scheduler
+    assert scheduler.drafting is not None
+    config, scheduler.drafting = scheduler.drafting.config, None
+    plain = run(engine, seed, count, closes=False)
+    accepted = []
+    for kind, drafts in cases:
+        before = scheduler.totals.spec_accepted
+        if kind in ("right", "mixed", "wrong"):
+            draft_by(engine, plain.tokens, kind, drafts)
+        else:
+            asked = replace(config, method="" if kind == "prediction" else kind, drafts=drafts)
+            scheduler.drafting = DraftScheduler(asked, scheduler.limits, scheduler.totals)
+        drafted = run(engine, seed, count, plain.tokens if kind == "prediction" else None, closes=False)
+        assert drafted.tokens == plain.tokens, f"{kind}, k = {drafts}"
+        assert drafted.scores == plain.scores and drafted.ended == plain.ended, f"{kind}, k = {drafts}"
+        accepted.append(scheduler.totals.spec_accepted - before)
+    engine.close()
+    return accepted
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", RANKS)
 def test_ranks_and_stages_verify_drafts_of_each_source(vl_checkpoint: Path, ranks: str) -> None:
     cases = [(kind, k) for kind in SOURCES for k in (1, 3, 7)]
-    found = dict(zip(cases, compare(vl_checkpoint, 21, 60, cases, **RANKS[ranks]), strict=True))
+    counts = compare_in_one_engine(vl_checkpoint, 21, MANY, cases, **RANKS[ranks])
+    found = dict(zip(cases, counts, strict=True))
     print(f"{ranks}: accepted {found}")
     assert all((count > 0) == (kind != "wrong") for (kind, _), count in found.items())
 
@@ -247,6 +277,10 @@ def test_a_prediction_is_verified_and_changes_no_answer(vl_checkpoint: Path) -> 
         ({"speculative_config": {"num_speculative_tokens": 17}}, r"in \[1, 16\], got 17"),
         ({"speculative_config": {"num_speculative_tokens": 0}}, r"in \[1, 16\], got 0"),
         ({"ngram_prompt_lookup_min": 5, "ngram_prompt_lookup_max": 4}, "must not be greater"),
+        (
+            {"speculative_config": {"prompt_lookup_min": 5, "prompt_lookup_max": 4}},
+            r"prompt_lookup_min \(5\) must not be greater than .*prompt_lookup_max \(4\)",
+        ),
         ({"speculative_config": {"method": "ngram"}, "spec_tokens": 2}, "give one"),
         ({"speculation": False, "spec_tokens": 2}, "contradict"),
     ],

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from trencadis.backends.cpu.reference_ops import PlainWeight
 from trencadis.backends.cuda.kernels import tile_sizes
-from trencadis.backends.cuda.kernels.attention_metadata import SingleAttn
-from trencadis.backends.cuda.kernels.layers import fused_decode_attention, skinny_gemm
+from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn, SingleAttn
+from trencadis.backends.cuda.kernels.layers import fused_decode_attention, fused_verify_attention, skinny_gemm
 from trencadis.backends.cuda.kernels.peers import one_shot_reduce, two_shot_reduce
 from trencadis.core.device.backend import LayerKV, Rotary
 
@@ -51,6 +51,7 @@ def layers(arch: int) -> Iterator[Case]:
         for d in (64, 80, 128, 256):
             for extra in ("", "norms", "window") if dtype == torch.bfloat16 and d == 128 else ("",):
                 yield f"{label} head {d} {extra}".strip(), attention(d, dtype, extra)
+                yield f"{label} head {d} verify {extra}".strip(), attention(d, dtype, extra, verify=True)
 
 
 def products(sizes: LayerSizes, dtype: torch.dtype) -> Iterator[Case]:
@@ -106,7 +107,7 @@ def sums_of_ranks(arch: int) -> Iterator[Case]:
                 yield name if residual is None else f"{name} and residual", run
 
 
-def attention(d: int, dtype: torch.dtype, extra: str) -> Callable[[], None]:
+def attention(d: int, dtype: torch.dtype, extra: str, verify: bool = False) -> Callable[[], None]:
     def run() -> None:
         heads, groups, parts = 14, 2, 64
         qkv, factors = torch.empty(ROWS, (heads + 2 * groups) * d, dtype=dtype), torch.empty(ROWS, d)
@@ -119,6 +120,10 @@ def attention(d: int, dtype: torch.dtype, extra: str) -> Callable[[], None]:
             else None
         )
         window = WINDOW if extra == "window" else 0
-        fused_decode_attention.attend(qkv, Rotary(factors, factors), cache, SingleAttn(*ints), 0.1, window, norms)
+        turned = Rotary(factors, factors)
+        if verify:
+            fused_verify_attention.attend(qkv, turned, cache, ItemAttn(*ints), 0.1, window, norms)
+        else:
+            fused_decode_attention.attend(qkv, turned, cache, SingleAttn(*ints), 0.1, window, norms)
 
     return run

@@ -32,7 +32,7 @@ from trencadis.backends.cuda.time_estimates.kernel_times import (
     RecordedKernel,
 )
 from trencadis.backends.cuda.weights.quantised_weight import E4M3, E5M2, INT4, INT8
-from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.buckets import Bucket, Stage, verify_variant
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.launch_inputs import StepInputs
@@ -107,7 +107,7 @@ class KernelRecorder:
         found = _READS.get(name, _all_bytes)(args, self._context)
         kind = ATTENTION if name in ATTENDING else HEAD if name in HEADS else ROWS
         flops = codes = 0
-        if name in ATTENDING[:2]:
+        if name in ATTENDING[:-1]:
             flops = 4 * self._seen * args["out"].shape[1] * args["out"].shape[2]
         if name.startswith(("quantised", "experts", "skinny", "coded_skinny")):
             kind = PRODUCT
@@ -180,7 +180,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-ATTENDING = ("items_kernel", "turned_items_kernel", "join_kernel")
+ATTENDING = ("items_kernel", "turned_items_kernel", "verify_items_kernel", "join_kernel")
 HEADS = ("greedy_parts_kernel", "greedy_pick_kernel", "parts_kernel", "draw_kernel", "told_kernel")
 
 
@@ -224,6 +224,7 @@ def _rotary_bytes(args: KernelArguments, context: Sequence[int]) -> int:
 _READS: dict[str, Callable[[KernelArguments, Sequence[int]], int]] = {
     "items_kernel": _attention_bytes,
     "turned_items_kernel": _attention_bytes,
+    "verify_items_kernel": _attention_bytes,
     "skinny_kernel": _skinny_bytes,
     "join_kernel": _join_bytes,
     "decoding_kernel": lambda args, context: args["out"].nbytes + args["out"].shape[0] * args["codes"].shape[1],
@@ -293,21 +294,27 @@ class DecodeRecorder:
         self.group = max(max(-(-model.text.heads // ranks) // heads, 1) for heads in forms)
         self.card.ops.query_group = self.group if len(set(forms)) > 1 else 0
 
-    def step(self, rows: int, context: int, draws: bool = False) -> list[RecordedKernel]:
-        """Records what one step launches for ``rows`` rows of ``context`` keys each: DECODE, and SAMPLE."""
-        blocks = -(-(context + 1) // BLOCK)
+    def step(self, rows: int, context: int, draws: bool = False, width: int = 1) -> list[RecordedKernel]:
+        """Records what one step launches for ``rows`` rows of ``context`` keys each: DECODE, and SAMPLE.
+
+        Args:
+            width: tokens of a row; more than 1: VERIFY instead of DECODE.
+        """
+        blocks, tokens = -(-(context + width) // BLOCK), rows * width
         held = allocate_persistent(
-            self.config, self.card, blocks=64, block_size=BLOCK, arena_rows=4, seqs=rows, tokens=max(rows, 16)
+            self.config, self.card, blocks=64, block_size=BLOCK, arena_rows=4, seqs=tokens, tokens=max(tokens, 16)
         )
         self.model.bind(held)
         text = self.config.text
         sizes = Sizes(BLOCK, blocks, text.vocab, self.heads, self.processors, group=self.group)
-        recorder = self.card.comm.recorder = KernelRecorder([context + 1] * rows)
-        decode = _tensors(arrays(Bucket(Stage.DECODE, (rows,)), _single(rows, context, blocks), sizes))
-        inputs = head_inputs([SampleRow(1 + i, 1 + i, Sample(full=draws)) for i in range(rows)], text.vocab)
-        sample = _tensors(arrays(Bucket(Stage.SAMPLE, (rows,), "draw" if draws else "greedy"), inputs, sizes))
+        seen = rows * (width * context + width * (width + 1) // 2)
+        recorder = self.card.comm.recorder = KernelRecorder([context + width] * rows, seen)
+        bucket = Bucket(Stage.VERIFY, (rows,), verify_variant(width)) if width > 1 else Bucket(Stage.DECODE, (rows,))
+        launch = _tensors(arrays(bucket, _equal_rows(rows, width, context, blocks), sizes))
+        inputs = head_inputs([SampleRow(1 + i, 1 + i // width, Sample(full=draws)) for i in range(tokens)], text.vocab)
+        sample = _tensors(arrays(Bucket(Stage.SAMPLE, (tokens,), "draw" if draws else "greedy"), inputs, sizes))
         with recorder.recording():
-            self.model.text(decode)
+            self.model.text(launch)
             if draws:
                 self.model.drawn_head(sample)
             else:
@@ -334,7 +341,7 @@ class DecodeRecorder:
         sizes = Sizes(BLOCK, blocks, text.vocab, self.heads, self.processors, group=self.group)
         seen = tokens * before + tokens * (tokens + 1) // 2
         recorder = self.card.comm.recorder = KernelRecorder([before + tokens], seen)
-        inputs = _single_row(tokens, before, blocks)
+        inputs = _equal_rows(1, tokens, before, blocks)
         launch = _tensors(arrays(Bucket(Stage.PREFILL, (tokens, 1)), inputs, sizes))
         head = head_inputs([SampleRow(1, 1, Sample(full=False))], text.vocab)
         sample = _tensors(arrays(Bucket(Stage.SAMPLE, (1,), "greedy"), head, sizes))
@@ -346,23 +353,14 @@ class DecodeRecorder:
         return recorder.kernels
 
 
-def _single_row(tokens: int, before: int, blocks: int) -> StepInputs:
-    """Returns inputs of one row of ``tokens`` tokens after ``before`` stored ones."""
-    nothing, one = np.zeros(tokens, np.int32), np.ones(1, np.int32)
+def _equal_rows(rows: int, tokens: int, before: int, blocks: int) -> StepInputs:
+    """Returns inputs of ``rows`` rows of ``tokens`` tokens each after ``before`` stored ones, over the same blocks."""
+    index, nothing = np.arange(rows + 1, dtype=np.int32), np.zeros(rows * tokens, np.int32)
     return StepInputs(
-        tokens=nothing, from_slot=nothing, positions=np.zeros((3, tokens), np.int32), image_row=nothing,
-        out_row=np.arange(1, tokens + 1, dtype=np.int32), row_start=np.array([0, tokens], np.int32),
-        context=np.array([before], np.int32), blocks=np.full((1, blocks), 2, np.int32), slot=one, adapter=one * 0,
-    )  # fmt: skip
-
-
-def _single(rows: int, context: int, blocks: int) -> StepInputs:
-    """Returns inputs of rows of one token each, all over the same blocks."""
-    index, nothing = np.arange(rows + 1, dtype=np.int32), np.zeros(rows, np.int32)
-    return StepInputs(
-        tokens=nothing, from_slot=nothing, positions=np.zeros((3, rows), np.int32), image_row=nothing,
-        out_row=index[1:], row_start=index, context=np.full(rows, context, np.int32),
-        blocks=np.full((rows, blocks), 2, np.int32), slot=index[1:], adapter=nothing,
+        tokens=nothing, from_slot=nothing, positions=np.zeros((3, rows * tokens), np.int32), image_row=nothing,
+        out_row=np.arange(1, rows * tokens + 1, dtype=np.int32), row_start=index * tokens,
+        context=np.full(rows, before, np.int32), blocks=np.full((rows, blocks), 2, np.int32), slot=index[1:],
+        adapter=np.zeros(rows, np.int32),
     )  # fmt: skip
 
 

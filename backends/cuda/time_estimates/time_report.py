@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from trencadis.backends.cuda.time_estimates.kernel_times import (
     DEFAULT,
@@ -19,9 +20,13 @@ from trencadis.backends.cuda.time_estimates.kernel_times import (
     step_time,
     time_of,
 )
+from trencadis.core.buckets import Bucket, verified_width
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.json_types import JsonObject
+
+if TYPE_CHECKING:
+    from trencadis.backends.cuda.time_estimates.meta_launch_recorder import DecodeRecorder
 
 ROWS, CONTEXT = (1, 32, 256), 1024
 PROMPTS = (2048, 8192, 32_768)
@@ -67,9 +72,12 @@ def weight_seconds(kernels: Sequence[RecordedKernel], on: CardTimes) -> float:
 
 def times(
     model: ModelConfig, ranks: int = 1, name: str = "", rows: Sequence[int] = ROWS, context: int = CONTEXT,
-    depth: int = 1, prompts: Sequence[int] = PROMPTS,
+    depth: int = 1, prompts: Sequence[int] = PROMPTS, verified: Sequence[Bucket] = (),
 ) -> JsonObject:  # fmt: skip
     """Computes the report as plain values, in seconds.
+
+    Args:
+        verified: VERIFY buckets whose steps are estimated beside DECODE of as many rows.
 
     Raises:
         StartupError: there are no figures of the card, or this Python has no torch or no triton.
@@ -84,6 +92,7 @@ def times(
     longest = [n for n in prompts if n <= model.text.max_positions]
     return {
         "model": model.name, "card": on.name, "ranks": ranks, "context": context, "depth": depth, "loads": loads,
+        "verified": [_estimate_verify(recorder, bucket, context, on, depth) for bucket in verified],
         "prompts": [_prompt(recorder.prompt(count), count, on) for count in longest],
         "sources": {**sources(on.name), "host": "our own: docs/benchmarks.md"},
     }  # fmt: skip
@@ -105,6 +114,15 @@ def _load(kernels: Sequence[RecordedKernel], rows: int, on: CardTimes, depth: in
         "over_weights": line.step / weight_seconds(kernels, on),
         "sensitivity": sensitivity(kernels, rows, on, depth),
     }
+
+
+def _estimate_verify(recorder: DecodeRecorder, bucket: Bucket, context: int, on: CardTimes, depth: int) -> JsonObject:
+    """Returns the seconds of a step that verifies drafts, and of one of the same rows without."""
+    rows, width = bucket.dims[0], verified_width(bucket)
+    kernels = recorder.step(rows, context, width=width)
+    step = step_time(kernels, rows * width, on, depth)[1].step
+    plain = step_time(recorder.step(rows, context), rows, on, depth)[1].step
+    return {"rows": rows, "drafts": width - 1, "kernels": len(kernels), "step": step, "ratio": step / plain}
 
 
 def _prompt(launches: Sequence[Sequence[RecordedKernel]], tokens: int, on: CardTimes) -> JsonObject:
@@ -139,6 +157,11 @@ def lines(report: JsonObject) -> Iterator[str]:
             f"{n} {less:+.0%}/{more:+.0%}" for n, (less, more) in changes if max(abs(less), abs(more)) >= 0.005
         )
         yield f"            a constant 50 % less / more: {moved}"
+    for one in report["verified"]:
+        yield (
+            f"  {one['rows']:>3} rows of {one['drafts']} drafts: {1e3 * one['step']:.2f} ms a step, {one['kernels']} "
+            f"kernels; pays from {one['ratio']:.2f} tokens a row on"
+        )
     for prompt in report["prompts"]:
         shares = sorted(prompt["parts"].items(), key=lambda part: -part[1])
         shares_text = ", ".join(

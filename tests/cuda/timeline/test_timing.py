@@ -131,6 +131,30 @@ def test_a_tape_holds_what_serving_launches(name: str, rows: int) -> None:
     print(f"\n{name}, {rows} rows: {len(found)} kernels a step")
 
 
+@pytest.mark.parametrize(("rows", "width", "fused"), [(1, 5, True), (4, 4, True), (4, 5, False)])
+def test_a_step_that_verifies_is_six_kernels_a_layer_up_to_sixteen_tokens(rows: int, width: int, fused: bool) -> None:
+    model = MODELS["3B"][0]()
+    text, context = model.text, 1000
+    recorder = DecodeRecorder(model)
+    found = recorder.step(rows, context, width=width)
+    counts = Counter(k.name for k in found)
+    layer = {"skinny_kernel": 4, "verify_items_kernel": 1, "join_kernel": 1} if fused else LAYER[32]
+    got = {name: counts[name] / text.layers for name in layer if name != "_rms_norm"}
+    assert got == {name: count for name, count in layer.items() if name != "_rms_norm"}
+    if fused:
+        assert len(found) == len(recorder.step(rows, context)), "as many kernels as a step without drafts"
+    keys = sum(k.bytes for k in found if k.name.endswith("items_kernel"))
+    stored = 2 * text.layers * rows * (context + width) * text.kv_heads * text.head_dim * 2
+    assert keys == pytest.approx(stored, rel=0.1), "each stored key once for all tokens of a row"
+
+
+def test_plan_prints_steps_that_verify(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--device", "cuda", "--memory", "80GiB", "--time", "--spec-method", "ngram", "--max-num-seqs", "32"]
+    assert plan(words) == 0
+    said = capsys.readouterr().out
+    assert "  1 rows of 4 drafts: " in said and " kernels; pays from 1.0" in said, said
+
+
 def test_parts_add_up_and_constants_move_a_step_the_right_way() -> None:
     tape = DecodeRecorder(MODELS["3B"][0]()).step(2, 500)
     on = kernel_times.card("H100")

@@ -24,9 +24,12 @@ def nothing():
     """A wait that is left out."""
 
 
-def layers(device: torch.device, count: int = 2) -> list[DependentLaunch]:
-    """The launches of layers that follow each other in one graph."""
-    run = LayerRun(LayerCase((5,), kv_heads=1, spare=0, hidden=64, inner=64), device)
+ONE_ROW = LayerCase((5,), kv_heads=1, spare=0, hidden=64, inner=64)
+
+
+def layers(device: torch.device, count: int = 2, case: LayerCase = ONE_ROW) -> list[DependentLaunch]:
+    """The launches of layers of ``case`` that follow each other in one graph."""
+    run = LayerRun(case, device)
     ops: Any = CudaOps()
     layer = run.layer(ops)
     layer.attention.bind(run.ready.cache)

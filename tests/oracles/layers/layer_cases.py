@@ -25,6 +25,9 @@ class LayerCase:
 
     Args:
         changes: of ``TextConfig``.
+        tokens: tokens of each row, if they are not one each.
+        verify: most tokens of a row of VERIFY; 0: rows of several tokens are a PREFILL launch of 16.
+        planned: query heads per KV head that blocks of queries are planned by, if not ``group``.
     """
 
     contexts: tuple[int, ...]
@@ -36,14 +39,18 @@ class LayerCase:
     dtype: torch.dtype = torch.float32
     spare: int = 1
     changes: dict[str, Any] = field(default_factory=dict, hash=False)
+    tokens: tuple[int, ...] = ()
+    verify: int = 0
+    planned: int = 0
 
     @property
     def attention(self) -> Case:
-        rows = tuple((context, 1) for context in self.contexts)
+        rows = tuple(zip(self.contexts, self.tokens or (1,) * len(self.contexts), strict=True))
         window = self.changes.get("window", 0)
         return Case(
-            rows, True, self.group, self.kv_heads, self.d, dtype=self.dtype, spare=(self.spare, 0), window=window
-        )
+            rows, not self.tokens, self.group, self.kv_heads, self.d, dtype=self.dtype, window=window,
+            verify=self.verify, spare=(self.spare, 16 - sum(self.tokens)), planned=self.planned,
+        )  # fmt: skip
 
     @property
     def config(self) -> TextConfig:

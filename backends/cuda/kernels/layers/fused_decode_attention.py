@@ -100,9 +100,7 @@ def turned_items_kernel(
     head = group * GROUP + lane
     dim = tl.arange(0, LANES)
     source = qkv + position * ((GROUPS * GROUP + 2 * GROUPS) * D)
-    queries = _norm_and_rotate(
-        source, head, live, cos + position * D, sin + position * D, q_norm, eps, D, LANES, NORMED
-    )
+    queries = norm_and_rotate(source, head, live, cos + position * D, sin + position * D, q_norm, eps, D, LANES, NORMED)
     tile = QueryTile(queries, lane, live, position + lane * 0, lane * 0 + token, head, token, token + 1)
     reach = _stored_reach(before, begin, limit, N, WINDOW)
     keys = PagedKeys(k + group * D, v + group * D, blocks + tl.load(block_start + row), reach.stop)
@@ -110,7 +108,7 @@ def turned_items_kernel(
         reach, keys, queries, 0, scale, M, N, BLOCK, GROUPS * D, D, LANES, WINDOW, True, 0, 0
     )  # fmt: skip
     one = tl.arange(0, 1)
-    key = _norm_and_rotate(
+    key = norm_and_rotate(
         source, GROUPS * GROUP + group + one, one < tl.where(newest, 1, 0), cos + position * D, sin + position * D,
         k_norm,
         eps, D, LANES, NORMED,
@@ -136,10 +134,14 @@ def turned_items_kernel(
 
 
 @triton.jit
-def _norm_and_rotate(
-    source, head, live, cos, sin, norm, eps, D: tl.constexpr, LANES: tl.constexpr, NORMED: tl.constexpr
-):
-    """Returns [heads, LANES] of one token: normed and rounded if NORMED, then rotated and rounded."""
+def norm_and_rotate(
+    source, head, live, cos, sin, norm, eps, D: tl.constexpr, LANES: tl.constexpr, NORMED: tl.constexpr,
+    EACH: tl.constexpr = False,
+):  # fmt: skip
+    """Returns [heads, LANES] normed and rounded if NORMED, then rotated and rounded.
+
+    ``source``, ``cos`` and ``sin`` point to the rows of one token, or if EACH [heads, 1] to those of a token a head.
+    """
     HALF: tl.constexpr = D // 2
     dim = tl.arange(0, LANES)
     far = tl.where(dim < HALF, dim + HALF, dim - HALF)
@@ -154,8 +156,12 @@ def _norm_and_rotate(
         theirs = tl.load(norm + far, mask=dim < D, other=0.0).to(tl.float32)[None, :]
         near = (near * size * own).to(held.dtype).to(tl.float32)
         other = (other * size * theirs).to(held.dtype).to(tl.float32)
-    cosine = tl.load(cos + dim, mask=dim < D, other=0.0)[None, :]
-    sine = tl.load(sin + dim, mask=dim < D, other=0.0)[None, :]
+    if EACH:
+        cosine = tl.load(cos + dim[None, :], mask=(dim < D)[None, :], other=0.0)
+        sine = tl.load(sin + dim[None, :], mask=(dim < D)[None, :], other=0.0)
+    else:
+        cosine = tl.load(cos + dim, mask=dim < D, other=0.0)[None, :]
+        sine = tl.load(sin + dim, mask=dim < D, other=0.0)[None, :]
     sine = tl.where((dim < HALF)[None, :], -sine, sine)
     return (near * cosine + other * sine).to(held.dtype)
 

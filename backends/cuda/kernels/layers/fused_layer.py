@@ -8,8 +8,13 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.reference_ops import PlainWeight
-from trencadis.backends.cuda.kernels.attention_metadata import SingleAttn
-from trencadis.backends.cuda.kernels.layers import fused_decode_attention, skinny_gemm, skinny_quantised_gemm
+from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn, SingleAttn
+from trencadis.backends.cuda.kernels.layers import (
+    fused_decode_attention,
+    fused_verify_attention,
+    skinny_gemm,
+    skinny_quantised_gemm,
+)
 from trencadis.backends.cuda.kernels.layers.fused_decode_attention import HeadNorms
 from trencadis.backends.cuda.kernels.layers.skinny_gemm import NormOf
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight
@@ -21,28 +26,35 @@ from trencadis.core.models.mlp_and_norms import GatedMLP, RMSNorm
 
 
 class FusedLayer:
-    """A ``core.models.decoder_layer.DecoderLayer`` for up to ``skinny_gemm.FEW`` rows of one token, in six launches.
+    """A ``core.models.decoder_layer.DecoderLayer`` for up to ``skinny_gemm.FEW`` tokens, in six launches.
 
-    They are qkv, attention and its join, output, gate and up, down; ranks are summed after output and after down.
+    They are qkv, attention and its join, output, gate and up, down; ranks are summed after output and after down. Rows
+    have one token each, or any number of them, as in VERIFY.
+
+    Args:
+        planned: query heads per KV head by which launches were planned, if layers differ; 0: those of the layer.
     """
 
-    def __init__(self, layer: DecoderLayer, arrived: Tensor) -> None:
-        self._layer, self._arrived = layer, arrived
+    def __init__(self, layer: DecoderLayer, arrived: Tensor, planned: int = 0) -> None:
+        self._layer, self._arrived, self._planned = layer, arrived, planned
 
     def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn) -> tuple[Tensor, Tensor | None]:
         """Runs the layer as ``DecoderLayer`` does. On one rank the returned stream already includes the output of the
         MLP.
         """
         layer, attention, mlp = self._layer, self._layer.attention, self._layer.mlp
-        assert isinstance(mlp, GatedMLP) and isinstance(attn, SingleAttn)
+        assert isinstance(mlp, GatedMLP) and isinstance(attn, ItemAttn)
         qkv, stream = self._norm_linear(x, residual, layer.input_norm, attention.qkv)
         norms = None
         if attention.norms is not None:
             queries, keys = attention.norms
             norms = HeadNorms(queries.weight, keys.weight, queries.eps)
-        attended = fused_decode_attention.attend(
-            qkv, rotary, attention.kv, attn, attention.scale, *attention.window, norms=norms
-        )
+        shared = qkv, rotary, attention.kv
+        numbers = attention.scale, *attention.window
+        if isinstance(attn, SingleAttn):
+            attended = fused_decode_attention.attend(*shared, attn, *numbers, norms=norms)
+        else:
+            attended = fused_verify_attention.attend(*shared, attn, *numbers, norms=norms, planned=self._planned)
         x, residual = self._reduce_and_add(attended, attention.out, stream)
         inner, stream = self._norm_linear(x, residual, layer.post_norm, mlp.gate_up, gate=True)
         return self._reduce_and_add(inner, mlp.down, stream)
@@ -83,10 +95,10 @@ def multiply(
 def can_fuse(layer: Any, x: Tensor, attn: Any) -> bool:
     """Returns True if a launch of ``layer`` can be fused.
 
-    It needs few rows of one token, weights of the stream's dtype or quantised ones, RMS norms before attention and a
-    gated SiLU MLP, and a cache of that dtype.
+    It needs few tokens, each of which sees those before it, weights of the stream's dtype or quantised ones, RMS norms
+    before attention and a gated SiLU MLP, and a cache of that dtype.
     """
-    if not isinstance(layer, DecoderLayer) or not isinstance(attn, SingleAttn):
+    if not isinstance(layer, DecoderLayer) or not isinstance(attn, ItemAttn):
         return False
     return 0 < x.shape[0] <= skinny_gemm.FEW and attn.upto is None and _fits(layer, x)
 
