@@ -5,7 +5,8 @@ python -m benchmarks.launches [--requests 120] [--seed 401] [--json FILE]
 Each trace is cut into launches of a 7B plan. Each distinct bucket is run once on a card without values, and its
 figures count as often as the trace launches it. *Operations* are those that Python hands to the card, views too.
 *Bytes made* are those of every tensor that a launch makes, which is about what it writes; *peak* is the most that
-is held at a time. SAMPLE and RESET are left out.
+is held at a time. SAMPLE and RESET are left out. ``--heads`` prints those of SAMPLE's variants instead, in compile
+mode, and of ``masked`` beside them, which no plan has.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +119,12 @@ class Card:
 
     def figures(self, bucket: Bucket) -> LaunchFigures:
         """The figures of one launch of ``bucket``."""
-        body = {"text": self.model.text, "vision": self.model.vision}[body_of(bucket)]
+        head = self.model.head
+        bodies = {
+            "text": self.model.text, "vision": self.model.vision, "greedy": partial(head, full=False),
+            "masked": self.model.masked_head, "penalised": self.model.penalised_head, "draw": self.model.drawn_head,
+        }  # fmt: skip
+        body = bodies[body_of(bucket)]
         program = self.backend.program(bucket, body)
         self.made = 0
         with self._counted(), torch.no_grad(), self.device.launch() as scope:
@@ -138,7 +145,7 @@ class Card:
             before = self.made
             out = layer(repeats, scope, run, args)
             if self.made == before:
-                self.made += known[key]
+                self.made += known.get(key, 0)  # 0: a part that makes nothing, such as a store
             known[key] = self.made - before
             return out
 
@@ -176,12 +183,29 @@ def measured(seed: int, requests: int) -> dict[str, dict[str, LaunchFigures]]:
     return found
 
 
+HEADS = ("greedy", "masked", "penalised", "draw")
+HEAD_ROWS = (1, 32, 128)
+
+
+def list_heads() -> Iterator[tuple[int, str, float, float]]:
+    """Yields rows, variant, operations and bytes made of SAMPLE, each on a card of its own, which repeats no launch."""
+    for rows in HEAD_ROWS:
+        for variant in HEADS:
+            found = Card(lazy=False, blocks=300).figures(Bucket(Stage.SAMPLE, (rows,), variant))
+            yield rows, variant, found.ops, found.made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--seed", type=int, default=401)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--heads", action="store_true", help="the variants of SAMPLE")
     args = parser.parse_args()
+    if args.heads:
+        rows = [(f"{count} {variant}", round(ops), made / 1e6) for count, variant, ops, made in list_heads()]
+        print(table(("rows", "operations", "made, MB"), rows))
+        return
     found = measured(args.seed, args.requests)
     for name, rows in found.items():
         print(name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trencadis.core.buckets import ENCODER_SLOTS, Bucket, Stage, padded_tokens
-from trencadis.core.vision_config import NO_SLOT, SlotForm
+from trencadis.core.vision_config import NO_SLOT, SlotForm, VisionLaunchParts
 
 
 @dataclass(frozen=True)
@@ -102,18 +102,20 @@ class PlannedLayer(NamedTuple):
         kind: equal for layers of equal parts and sizes.
         inputs: equal for layers that take the same rotary factors and attention inputs.
         recurrent: True if it keeps a state of fixed size for each sequence.
+        sees: True if it attends to images, and is left out of launches without any.
     """
 
     kind: Hashable = None
     inputs: Hashable = None
     recurrent: bool = False
+    sees: bool = False
 
 
 class PlannedModel(NamedTuple):
     """The launches of one model of a plan: the target, or what drafts.
 
     Args:
-        cell: slots of a row of an image.
+        images: slots of a VISION launch -> its parts; None: there are no such launches.
         layers: of the decoder, in order.
         taps: layers whose hidden states its text launches keep for a head.
         windows: the distinct windows of all layers, as ``TextConfig.windows``.
@@ -124,7 +126,7 @@ class PlannedModel(NamedTuple):
     """
 
     buckets: Sequence[Bucket]
-    cell: int
+    images: Callable[[int], VisionLaunchParts] | None
     layers: Sequence[PlannedLayer]
     taps: tuple[int, ...] = ()
     windows: tuple[int, ...] = (0,)
@@ -233,6 +235,8 @@ class Policy:
             (core/memory/weight_bytes.py), and the numbers of slots are repeated for each of their columns.
         adapters: text buckets have the variant ``LORA``, whose launches have ``TextTensors.adapter``.
         stages: the backend has a ``pipe`` (core/launches/pipeline_transfer.py) if ``BackendConfig.stages`` is above 1.
+        group_bytes: bytes of a card's memory that its collectives take before ``Memory.total`` is read, where the card
+            is one of several ranks.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]
@@ -291,6 +295,7 @@ class Policy:
     cross_attention_bytes: Callable[[Bucket, InputSizes], int] | None = None
     stages: bool = False
     recurrent: bool = False
+    group_bytes: int = 0
 
 
 def capturable(policy: Policy, bucket: Bucket) -> bool:

@@ -42,6 +42,29 @@ NO_SLOT = SlotForm()
 """The slot form of a model without a vision tower."""
 
 
+class VisionRowPart(NamedTuple):
+    """A part of a VISION launch that runs over rows of it, in pieces on devices that compile fixed shapes.
+
+    ``computed``: the arena rows that it stores to are a result of the launch's first part, not an input.
+    """
+
+    name: str
+    rows: int
+    computed: bool = False
+
+
+class VisionLaunchParts(NamedTuple):
+    """The parts of a VISION launch that a device may compile by themselves; those of equal names are equal.
+
+    ``whole``: parts that run over all slots; ``by_rows``: those that run over rows. ``reals``: its inputs have real
+    numbers beside integers.
+    """
+
+    whole: tuple[str, ...]
+    by_rows: tuple[VisionRowPart, ...]
+    reals: bool = False
+
+
 class SharedMatrix(NamedTuple):
     """One rank's part of a weight matrix.
 
@@ -134,6 +157,12 @@ class VisionConfig(ABC):
     @abstractmethod
     def activations(self, slots: int, itemsize: int, ranks: int, unit: int = 1) -> int:
         """Returns the peak activation memory in bytes of a launch of ``slots`` slots."""
+
+    def launch_parts(self, slots: int) -> VisionLaunchParts:
+        """Returns the parts of a launch of ``slots`` slots: patches, masks, each kind of layer, the projector."""
+        layers = [name for name, count in (("windows", self.depth - self.whole), ("images", self.whole)) if count]
+        projector = VisionRowPart("projector", self.slot.cells(slots))
+        return VisionLaunchParts(("patches", "masks", *layers), (projector,), self.slot.position_neighbours > 0)
 
     @property
     def cut_widths(self) -> int:

@@ -169,7 +169,8 @@ class HpuBackend:
     ) -> None:
         self.cfg, self.policy = cfg, policy
         named = (cfg.options or {}).get("card_named") == "1"
-        self.bridge = bridge or open_bridge(cfg.card, world=cfg.cards, rank=cfg.card - cfg.index, named=named)
+        here, grouped = cfg.cards, cfg.ranks > 1  # a group over several machines may have one card of each
+        self.bridge = bridge or open_bridge(cfg.card, world=here, rank=cfg.card - cfg.index, named=named, hccl=grouped)
         if self.bridge.cast_to_fp8_v2 is None:
             self.policy = without_fp8(policy)
         self._switches = switches

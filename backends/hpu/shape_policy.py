@@ -13,6 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
+from trencadis.backends.hpu.start.gaudi_card_and_plugin_detection import hccl_bytes
 from trencadis.backends.hpu.start.gaudi_mode_and_env import will_be_lazy
 from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, target_bucket, verified_width
 from trencadis.core.cross_attention_inputs import planned_units
@@ -279,7 +280,9 @@ class CompiledCounter:
     def __init__(self, model: PlannedModel, group: int) -> None:
         self.model = model
         self.found: set[tuple[Hashable, Hashable]] = set()
-        self.alone = list(dict.fromkeys(layer.kind for layer in model.layers))
+        # Each layer that sees images is a kind of its own: it reads its own columns of the arena.
+        self.seeing = [number for number, layer in enumerate(model.layers) if layer.sees]
+        self.alone = list(dict.fromkeys(layer.kind for layer in model.layers if not layer.sees))
         self.recurrent = any(layer.recurrent for layer in model.layers)
         self.joined: list[Hashable] = list(self.alone)
         if model.joins and not self.recurrent:
@@ -309,35 +312,50 @@ class CompiledCounter:
             if stage in TEXTS:
                 self._add_text(bucket)
             elif stage is Stage.VISION:
-                for name in ("patches", "masks of images"):
-                    self.add(name, rows)
-                for name in ("windows", "images"):
-                    self.add(name, rows, bucket.variant)
-                self.add_stored(f"merger {bucket.variant}", rows // self.model.cell, rows)
+                self._add_images(bucket)
             elif stage is Stage.RESET:
                 self.add_stored("reset", rows, rows)
             else:
                 self.add("head", str(bucket))
                 if bucket.variant in ("full", "draw", "penalised"):
                     self.add_stored("counts", rows)
-            if bucket.variant == LORA:  # the masks of slots
-                for n in (rows, rows // self.model.cell) if stage is Stage.VISION else (padded_tokens(bucket),):
-                    self.add("slots", n)
+            if bucket.variant == LORA and stage is not Stage.VISION:
+                self.add("slots", padded_tokens(bucket), False, place=str(bucket))  # their masks
         return CompiledParts(len({function for function, _ in self.found}), len(self.found))
+
+    def _add_images(self, bucket: Bucket) -> None:
+        """Adds the functions of a VISION launch; those that adapters change once more for them."""
+        assert self.model.images is not None
+        slots, variant = bucket.dims[0], bucket.variant
+        whole, by_rows, reals = self.model.images(slots)
+        for name in whole:
+            self.add(name, slots, variant if name in ("windows", "images") else "")
+        for part in by_rows:
+            self.add_stored(f"{part.name} {variant}", part.rows, 0 if part.computed else slots)
+        if variant == LORA:  # the masks of slots, whose numbers are floats beside real numbers
+            for count in (slots, by_rows[0].rows):
+                self.add("slots", count, reals, place=str(bucket))
 
     def _add_text(self, bucket: Bucket) -> None:
         """Adds the functions of a text launch: start, masks, layers, end."""
         model, stage, tokens = self.model, bucket.stage, padded_tokens(bucket)
         decodes, begun = stage in (Stage.DECODE, Stage.VERIFY), padded_start(tokens)
+        units = planned_units(bucket.variant)
+        plain = dataclasses.replace(bucket, variant="") if units or bucket.variant == LORA else bucket
+        shape = str(plain if units else bucket)
         for kind in self.joined if decodes and bucket.variant != LORA else self.alone:
-            self.add("layer", str(bucket), kind)
+            self.add("layer", shape, kind)
         self.add("start", begun)
+        if units:
+            self.add("rows of images", units, place=shared_input_bytes(plain, InputSizes(0)))  # behind the others
+            for number in self.seeing:
+                self.add("layer that sees", number, tokens, units, place=str(bucket))
         windowed = stage is not Stage.FRESH or any(0 < window < bucket.dims[1] for window in model.windows)
         upto = model.upto and not decodes
         if windowed or upto:
-            self.add("masks", str(bucket))
+            self.add("masks", str(plain))
         if windowed and upto and model.causal_layers:
-            self.add("causal masks", str(bucket))
+            self.add("causal masks", str(plain))
         if self.recurrent:
             rows = 1 if stage is Stage.CONTEXT else bucket.dims[0]
             self.add("rows of states", rows, tokens, place=str(bucket))
@@ -355,7 +373,7 @@ TEXTS = (Stage.FRESH, Stage.CONTEXT, Stage.DECODE, Stage.VERIFY)
 
 
 def count_compiled(model: PlannedModel, switches: HpuSettings | None = None) -> CompiledParts:
-    """Counts what the launches of a model compile, for a tower with layers of two kinds."""
+    """Counts what the launches of a model compile."""
     switches = HpuSettings() if switches is None else switches
     if not switches.regional:
         return CompiledParts(len(model.buckets), len(model.buckets))
@@ -398,6 +416,7 @@ def policy(name: str, environ: Mapping[str, str] | None = None, lazy: bool | Non
         raise StartupError(f"the hpu backend has no policy {name!r}; policies: {', '.join(POLICIES)}")
     environ = os.environ if environ is None else environ
     switches = settings(environ)
+    found = dataclasses.replace(found, group_bytes=hccl_bytes(environ))
     kept = GraphMemory(
         cached=environ.get(TENSOR_CACHE, "") != "1", cut_layers=switches.cut_layers if switches.cuts else 0
     )

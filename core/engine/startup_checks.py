@@ -77,7 +77,7 @@ def planned_model(model: ModelConfig, buckets: Sequence[Bucket], taps: tuple[int
     reads = any(c.kv_source(i) != i for i in share.layers)
     return PlannedModel(
         buckets,
-        model.vision.slot.cell if model.vision is not None else 1,
+        None if model.vision is None else model.vision.launch_parts,
         [planned_layer(c, i) for i in share.layers],
         taps,
         c.windows,
@@ -92,9 +92,10 @@ def planned_layer(c: TextConfig, layer: int) -> PlannedLayer:
     """Returns what layer ``layer`` has in common with others."""
     inputs = (c.uses_second_rotary(layer), c.causal_full_layers and not c.window_of(layer))
     recurrent, experts = layer in c.recurrent_layers, (c.has_experts(layer), c.has_mlp(layer))
-    others = (c.mixes_tokens(layer), layer in c.kv_givers, layer in c.cross_attention_layers)
+    sees = layer in c.cross_attention_layers
+    others = (c.mixes_tokens(layer), layer in c.kv_givers, sees)
     own = (c.of_layer(layer), c.window_of(layer), c.score_scale_of(layer))
-    return PlannedLayer((inputs, recurrent, experts, others, None if recurrent else own), inputs, recurrent)
+    return PlannedLayer((inputs, recurrent, experts, others, None if recurrent else own), inputs, recurrent, sees)
 
 
 def check_cross_attention(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:

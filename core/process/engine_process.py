@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from trencadis.core.checkpoint import weight_prefetch
 from trencadis.core.device.packed_weights_file import packed_file
 from trencadis.core.engine_config import EngineConfig
-from trencadis.core.errors import StartupError, TrencadisError
+from trencadis.core.errors import StartupError, TrencadisError, is_out_of_memory
 from trencadis.core.links.rank_placement import topology
 from trencadis.core.process import (
     child_process_environment_and_exit,
@@ -437,7 +437,12 @@ class EngineProcess:
             self.send(engine_messages.Fatal(str(error), 2))
             return 2
         except BaseException as error:
-            log.exception("the engine failed in phase %s, step %d", self.phase, self.step)
+            if is_out_of_memory(error):  # no traceback says more
+                log.error(
+                    "the engine failed in phase %s, step %d: %s", self.phase, self.step, " ".join(str(error).split())
+                )
+            else:
+                log.exception("the engine failed in phase %s, step %d", self.phase, self.step)
             self.send(engine_messages.Fatal(f"{type(error).__name__}: {error}"[:500], 1, getattr(error, "capture", "")))
             return 1
         return 0

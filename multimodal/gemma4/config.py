@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trencadis.core.vision_config import SharedMatrix, SlotForm
+from trencadis.core.vision_config import SharedMatrix, SlotForm, VisionLaunchParts, VisionRowPart
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS
 from trencadis.multimodal.vit.vit_config import ViTConfig
 
@@ -46,6 +46,11 @@ class Gemma4VisionConfig(ViTConfig):
     def unit(self) -> int:
         """Pixels along a side of a cell."""
         return self.patch * MERGE
+
+    def launch_parts(self, slots: int) -> VisionLaunchParts:
+        """Returns the parts of a launch: those of every tower, and what takes cells out of windows."""
+        found = super().launch_parts(slots)
+        return found._replace(whole=(*found.whole, "cells"))
 
     @property
     def whole(self) -> int:
@@ -97,6 +102,10 @@ class PatchEmbedConfig(Gemma4VisionConfig):
     @property
     def slot(self) -> SlotForm:
         return SlotForm(CHANNELS * self.patch**2)
+
+    def launch_parts(self, slots: int) -> VisionLaunchParts:
+        """Returns the one part of a launch, which runs over patches."""
+        return VisionLaunchParts((), (VisionRowPart("patches", slots),))
 
     @property
     def unit(self) -> int:

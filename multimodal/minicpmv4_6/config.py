@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trencadis.core.vision_config import SharedMatrix, SlotForm
+from trencadis.core.vision_config import SharedMatrix, SlotForm, VisionLaunchParts
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS
 from trencadis.multimodal.vit.vit_config import ViTConfig
 
@@ -46,6 +46,12 @@ class MiniCPMVisionConfig(ViTConfig):
     def unit(self) -> int:
         """Pixels along a side of a cell."""
         return self.patch * SIDE
+
+    def launch_parts(self, slots: int) -> VisionLaunchParts:
+        """Returns the parts of a launch: those of every tower, the merger, and masks and layers behind it."""
+        found = super().launch_parts(slots)
+        merged = ("merged masks", "merged images") if self.depth > self.merged_from else ()
+        return found._replace(whole=(*found.whole, "merger", *merged))
 
     @property
     def whole(self) -> int:

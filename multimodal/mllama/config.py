@@ -9,7 +9,7 @@ from typing import ClassVar
 from trencadis.core.buckets import align_up
 from trencadis.core.checkpoint.decoder_config_parsers import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
 from trencadis.core.checkpoint.json_fields import JsonFields
-from trencadis.core.vision_config import WINDOW_SLOTS, SharedMatrix, SlotForm
+from trencadis.core.vision_config import WINDOW_SLOTS, SharedMatrix, SlotForm, VisionLaunchParts, VisionRowPart
 from trencadis.multimodal.vit.tile_vision_config import CHANNELS, TileVisionConfig
 from trencadis.multimodal.vit.vision_language_config import read_square_side
 from trencadis.multimodal.vit.vit_config import ViTConfig
@@ -78,6 +78,13 @@ class MllamaVisionConfig(TileVisionConfig):
     def slots_per_tile(self) -> int:
         """VISION slots of an image: windows of real slots, then windows of padding slots."""
         return align_up(self.max_num_tiles * (self.real_slots + self.padding_slots), WINDOW_SLOTS) + WINDOW_SLOTS
+
+    def launch_parts(self, slots: int) -> VisionLaunchParts:
+        """Returns the parts of a launch: layers of both stacks, what is between them, a row for each slot."""
+        kept = ("sum",) if self.intermediate_layers else ()
+        gated = ("tile embedding", "gated images") if self.global_layers else ()
+        local = ("images", *kept) if self.depth > self.global_layers else ()
+        return VisionLaunchParts(("patches", "masks", *local, *gated), (VisionRowPart("projector", slots),))
 
     @property
     def slot(self) -> SlotForm:

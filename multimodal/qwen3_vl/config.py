@@ -14,7 +14,7 @@ import numpy as np
 
 from trencadis.core.launch_inputs import VisionInputs
 from trencadis.core.step import Encode, Float32, Int32
-from trencadis.core.vision_config import SharedMatrix, SlotForm
+from trencadis.core.vision_config import SharedMatrix, SlotForm, VisionLaunchParts, VisionRowPart
 from trencadis.multimodal.patch_packing import add_positions, join_neighbours, patch_coordinates
 from trencadis.multimodal.vit.vit_config import ViTConfig
 
@@ -85,6 +85,12 @@ class DeepStackVisionConfig(ViTConfig):
     @property
     def whole(self) -> int:
         return self.depth
+
+    def launch_parts(self, slots: int) -> VisionLaunchParts:
+        """Returns the parts of a launch, in which each DeepStack level has a merger."""
+        levels = ("projector", *("DeepStack projector" for _ in self.deepstack_layers))
+        by_rows = (VisionRowPart(name, self.slot.cells(slots), computed=True) for name in levels)
+        return super().launch_parts(slots)._replace(by_rows=tuple(by_rows))
 
     @property
     def deepstack(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trencadis.core.buckets import align_up
-from trencadis.core.vision_config import WINDOW_SLOTS, SharedMatrix, SlotForm
+from trencadis.core.vision_config import WINDOW_SLOTS, SharedMatrix, SlotForm, VisionLaunchParts, VisionRowPart
 from trencadis.multimodal.vit.vit_config import ViTConfig
 
 CHANNELS = 3
@@ -86,6 +86,11 @@ class TileVisionConfig(ViTConfig):
         cells = self.side // self.merge
         grid = np.arange(self.side**2, dtype=np.int32).reshape(cells, self.merge, cells, self.merge)
         return grid.transpose(0, 2, 1, 3).reshape(-1)
+
+    def launch_parts(self, slots: int) -> VisionLaunchParts:
+        """Returns the parts of a launch, whose projector runs over whole tiles alone."""
+        rows = slots // self.slots_per_tile * self.rows_per_tile
+        return super().launch_parts(slots)._replace(by_rows=(VisionRowPart("projector", rows),))
 
     @property
     def slot(self) -> SlotForm:

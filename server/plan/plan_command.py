@@ -21,6 +21,7 @@ from trencadis.core.engine.startup_plan import DryRun, PlannedDevice, StartupPla
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info_and_fingerprint import check_size
+from trencadis.core.host_memory import gib
 from trencadis.core.json_types import JsonObject
 from trencadis.core.memory import graph_measurement_cache
 from trencadis.core.shapes import bucket_options as bucket_env
@@ -103,7 +104,9 @@ def main(words: Sequence[str]) -> int:
     if len(plans) > 1 or nodes > 1:
         report["pipeline"] = make_pipeline_report(plans, nodes, own.batch)
         report["notes"] += [note for p in plans[1:] for note in p.notes]
-    report["notes"] = [*dict.fromkeys([*settings.notes, *report["notes"]])]
+    taken = _group_bytes(config)
+    told = [f"Collectives take {gib(taken)} of each card's memory, which is not planned."] if taken else []
+    report["notes"] = [*dict.fromkeys([*settings.notes, *report["notes"], *told])]
     report["seconds_to_plan"] = round(time.perf_counter() - begun, 3)
     if own.report and not own.trace:
         raise StartupError("--report needs --trace.")
@@ -209,6 +212,12 @@ def _find_model_folder(config: EngineConfig) -> Path:
     return Path(demo_path())
 
 
+def _group_bytes(config: EngineConfig) -> int:
+    """Returns the bytes that collectives take of each card before a start reads how much memory it has."""
+    policy = policy_of(likely(config.device), config.policy)
+    return policy.group_bytes if config.tensor_parallel_size * config.pipeline_parallel_size > 1 else 0
+
+
 def make_plan(config: EngineConfig, model: ModelConfig, memory: int, others: int = 0) -> StartupPlan:
     """Plans the start-up of ``config`` on devices of ``memory`` bytes each; returns the first of several stages."""
     return make_stage_plans(config, model, memory, others)[0]
@@ -223,7 +232,7 @@ def make_stage_plans(config: EngineConfig, model: ModelConfig, memory: int, othe
     parts = split_model(model, config.pipeline_parallel_size, config.pipeline_layer_partition)
     itemsize = 4 if config.dtype == "float32" or (config.dtype == "auto" and name == "cpu") else 2
     images = model_registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
-    device = PlannedDevice(name, memory, others, ranks, itemsize)
+    device = PlannedDevice(name, memory - _group_bytes(config), others, ranks, itemsize)
     asked, starts = bucket_env.read_bucket_options(os.environ), []
     for part in parts:
         check_start(config, part, policy, name)

@@ -9,6 +9,7 @@ import pytest
 from benchmarks import launches as launches_benchmark
 from benchmarks.launches import TRAFFIC, Card, launches, mean, planned
 from tests.traffic.launch_lines import MODELS, model_of
+from trencadis.backends.hpu.shape_policy import SERVING
 from trencadis.core.buckets import LORA, Bucket, Stage
 from trencadis.core.lora.adapter_store import AdapterStore
 from trencadis.core.models.decoder import Decoder
@@ -23,6 +24,15 @@ ONE = {
     Bucket(Stage.VISION, (1600,)): (2331, 4_951_802_368),
 }
 """The same of single launches. Rotary in float32 writes more of a prompt's queries than the gathers that are gone."""
+
+
+@pytest.mark.long
+def test_a_head_for_masks_alone_is_counted_and_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would write a tenth; docs/hpu-internals.md says why that is not worth eight shapes."""
+    monkeypatch.setattr(launches_benchmark, "HEAD_ROWS", (1,))
+    made = {variant: count for _, variant, _, count in launches_benchmark.list_heads()}
+    assert made["greedy"] < made["masked"] < made["penalised"] / 9 < made["draw"] / 80
+    assert not SERVING.masked_head
 
 
 @pytest.mark.long

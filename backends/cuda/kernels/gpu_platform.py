@@ -57,6 +57,13 @@ class Accelerator:
         """Returns an empty graph."""
         return cast(TorchGraph, getattr(self.module, self.graph_type)())
 
+    @property
+    def runs_ptx(self) -> bool:
+        """True if kernels may hold instructions of PTX and calls of Triton's ``extra.cuda``; False: they take the
+        portable way, which gives the same values.
+        """
+        return self.name == "cuda"
+
     def processors(self, device: torch.device) -> int:
         """Returns how many programs of a kernel run at a time."""
         return int(self.module.get_device_properties(device).multi_processor_count)
@@ -65,6 +72,10 @@ class Accelerator:
         """Returns the number by which the tables of tiles know the card: compute capability x 10."""
         major, minor = self.module.get_device_capability(device)
         return int(major * 10 + minor)
+
+    def can_access_peer(self, device: int, other: int) -> bool:
+        """Returns True if card ``device`` reads and writes the memory of card ``other``."""
+        return bool(self.module.can_device_access_peer(device, other))
 
     def lock_pages(self, address: int, size: int) -> Callable[[int], object] | None:
         """Locks host memory, so that copies from it run asynchronously; returns the function that unlocks an address,

@@ -22,6 +22,7 @@ from torch import Tensor
 from triton import knobs
 
 from trencadis.backends.cuda.kernels import tile_sizes
+from trencadis.backends.cuda.kernels.gpu_platform import in_use
 from trencadis.backends.cuda.weights.quantised_weight import (
     E4M3,
     INT4,
@@ -108,13 +109,14 @@ def tile_of(w: QuantisedWeight, rows: int, dtype: torch.dtype, device: torch.dev
 
 
 def is_packed(dtype: torch.dtype) -> bool:
-    """True if codes are decoded four at a time by instructions of the card, which the interpreter does not have."""
-    return dtype.itemsize == 2 and not knobs.runtime.interpret
+    """True if codes are decoded four at a time by PTX, which the interpreter and other cards do not have."""
+    return dtype.itemsize == 2 and in_use().runs_ptx and not knobs.runtime.interpret
 
 
 def converts(w: QuantisedWeight, device: torch.device) -> bool:
-    """True if the card has a conversion of its own for the weight's 8-bit floats."""
-    return w.kind == E4M3 and tile_sizes.arch_of(device) >= ROUNDS_FLOATS and not knobs.runtime.interpret
+    """True if the card has a conversion of its own for the weight's 8-bit floats, which is written in PTX."""
+    ptx = in_use().runs_ptx and not knobs.runtime.interpret
+    return w.kind == E4M3 and ptx and tile_sizes.arch_of(device) >= ROUNDS_FLOATS
 
 
 def _multiply_decoded(x: Tensor, w: QuantisedWeight, out: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ def prepare_segments(seg: Segments) -> MaskedSegments:
     """Builds the masks of windows, and the image of every slot."""
     position = torch.arange(WINDOW_SLOTS, device=seg.real.device, dtype=torch.int32)
     visible = position < seg.real[:, None, None, None]  # [W, 1, 1, 64]
-    # Every result has memory of its own: a view that leaves a compiled region would be taken eagerly.
-    image = seg.segment[:, None].expand(-1, WINDOW_SLOTS).reshape(-1)
+    # Every result has memory of its own: a view that leaves a compiled region would be taken eagerly. One window's
+    # numbers are a view of one number until they are copied.
+    image = seg.segment[:, None].expand(-1, WINDOW_SLOTS).reshape(-1).clone()
     key = image.masked_fill(~visible.reshape(-1), -1)
     solid = None
     if seg.padding_window is not None:

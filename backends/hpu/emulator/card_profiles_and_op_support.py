@@ -34,7 +34,6 @@ class Profile:
         column: the card's column of dtypes in the tables of operations.
         bandwidth: bytes of memory a second, of its data sheet.
         host_copy: bytes a second to the host and back, an estimate; the cost of an operation on the host's CPU.
-        hccl: bytes that the plug-in's pool leaves to HCCL where the card is opened as one of several ranks.
     """
 
     name: str
@@ -49,7 +48,6 @@ class Profile:
     column: str = "gaudi2"
     bandwidth: float = 2.45e12
     host_copy: float = 10e9
-    hccl: int = 384 << 20
 
 
 PROFILES = {

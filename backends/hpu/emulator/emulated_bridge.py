@@ -26,7 +26,7 @@ from trencadis.backends.hpu.emulator.fused_kernels import BLOCKWISE, Kernels, ch
 from trencadis.backends.hpu.emulator.injected_faults import parse
 from trencadis.backends.hpu.habana_bridge import EmulatedBridge, EmulatorHooks, is_out_of_memory
 from trencadis.backends.hpu.shape_policy import TENSOR_CACHE
-from trencadis.backends.hpu.start.gaudi_card_and_plugin_detection import WORLD_SIZE
+from trencadis.backends.hpu.start.gaudi_card_and_plugin_detection import WORLD_SIZE, hccl_bytes
 from trencadis.core.errors import StartupError
 
 
@@ -67,7 +67,7 @@ def bridge(environ: Mapping[str, str], index: int = 0) -> EmulatedBridge:
         raise StartupError(f"{KIND}={kind!r}: compute or meta")
     found = replace(profile(environ.get(PROFILE, "")), moves=environ.get(DEFRAGMENTATION, "") not in ("0", "false"))
     grouped = int(environ.get(WORLD_SIZE) or 1) > 1
-    found = replace(found, total=found.total - (found.hccl if grouped else 0))
+    found = replace(found, total=found.total - (hccl_bytes(environ) if grouped else 0))
     card = EmulatedDevice(found, kind == "compute", parse(environ.get(FAULTS, "")))
     card.hccl_memory = card.queue.grouped = grouped
     saved = recipe_cache.read(environ)

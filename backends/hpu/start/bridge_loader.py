@@ -296,7 +296,8 @@ def open_bridge(
     Args:
         index: the card, counted from 0 over the visible ones; in a group, the card of this rank.
         named: the user named the card by its number; False: the first one may be any that is free.
-        hccl: memory is left to HCCL also where there is one rank, whose collectives are probed.
+        hccl: memory is left to HCCL also where this machine has one rank: the others are on other machines, or its
+            collectives are probed.
 
     Raises:
         StartupError: see ``gaudi_mode_and_env.find_capability``; a plug-in that cannot be used; fewer cards than ranks.

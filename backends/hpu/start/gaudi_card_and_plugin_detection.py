@@ -28,6 +28,9 @@ LAUNCHED = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 WORLD_SIZE = "WORLD_SIZE"
 """The plug-in leaves memory for HCCL out of its pool where this names more than one rank as it opens the card."""
 
+HCCL_ALLOWANCE = "PT_HCCL_MEMORY_ALLOWANCE_MB"
+"""How much that is, in MiB."""
+
 MOST = 8
 """Maximum number of cards of one machine that the plug-in can number."""
 
@@ -113,6 +116,18 @@ def usable(environ: Mapping[str, str], machine: Machine) -> tuple[int, str]:
     if named is not None:
         return len(named), f"{VISIBLE}={environ[VISIBLE]} names {len(named)}"
     return machine.nodes, f"there {'is' if machine.nodes == 1 else 'are'} {machine.nodes}"
+
+
+def hccl_bytes(environ: Mapping[str, str]) -> int:
+    """Returns the bytes that the plug-in's pool leaves to HCCL's buffers on a card that is one of several ranks.
+
+    Raises:
+        StartupError: ``PT_HCCL_MEMORY_ALLOWANCE_MB`` is no number.
+    """
+    text = environ.get(HCCL_ALLOWANCE, "").strip() or "384"
+    if not text.isdecimal() or len(text) > 9:
+        raise StartupError(f"{HCCL_ALLOWANCE}={text[:40]!r}: a whole number of MiB is needed; 384 where it is unset.")
+    return int(text) << 20
 
 
 def check_index(environ: Mapping[str, str], machine: Machine, index: int, world: int) -> None:

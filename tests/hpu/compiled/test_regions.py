@@ -125,7 +125,10 @@ def check(limits: ShapeLimits, around: float, functions: float) -> None:
     assert kinds["HpuOps"] == sizes(resets) + sizes(full), "the counts of drawn ids have a store of their own"
     layers, every = kinds["DecoderLayer"] + kinds["LayerGroup"] + kinds["ViTBlock"], sum(kinds.values())
     assert 0.9 * every <= device.clock.compiles <= every, "each is one recipe; some masks are equal ones"
-    made = count_compiled(PlannedModel(plan.buckets, 4, [PlannedLayer()] * model_of(*MODELS[2]).text.layers))
+    config = model_of(*MODELS[2])
+    assert config.vision is not None
+    layers_of = [PlannedLayer()] * config.text.layers
+    made = count_compiled(PlannedModel(plan.buckets, config.vision.launch_parts, layers_of))
     assert made == (every, device.clock.flavours), "the plan names what a start compiles, and from how many places"
     recipes: Any = device.clock._recipes
     work = {kind: sum(len(r) for r in recipes if is_layer(r) is kind) for kind in (True, False)}

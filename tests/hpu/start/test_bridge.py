@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from tests.hpu.conftest import Run
+from trencadis.backends.hpu import make_backend
 from trencadis.backends.hpu.habana_bridge import Bridge, EmulatorHooks
 from trencadis.backends.hpu.start import gaudi_card_and_plugin_detection, gaudi_mode_and_env
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
+from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -153,6 +155,22 @@ def test_an_emulated_card_of_several_ranks_leaves_memory_to_hccl() -> None:
     with pytest.raises(Refused, match="no memory for HCCL"):
         alone.all_reduce(torch.ones(2).to(alone.device))
     assert open_bridge(0, {"TRENCADIS_HPU_EMULATOR": "1"}, world=2).mem_get_info() == one_of_two.mem_get_info()
+    more = bridge({"WORLD_SIZE": "2", "PT_HCCL_MEMORY_ALLOWANCE_MB": "1024"})
+    assert alone.mem_get_info()[1] - more.mem_get_info()[1] == 1 << 30
+
+
+def test_a_group_over_machines_of_one_card_each_leaves_memory_to_hccl(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where Ray shows each rank a card of its own."""
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR_KIND", "meta")  # joins no group
+    monkeypatch.setenv("PT_HPU_RECIPE_CACHE_CONFIG", f"{tmp_path},false,1")
+    alone, one_of_two = (
+        make_backend(BackendConfig(block_size=128, world=world, local_rank=0, local_world=1)).memory.total()
+        for world in (1, 2)
+    )
+    assert alone - one_of_two == 384 << 20
 
 
 def test_cpu_imports_neither_bridge_nor_emulator(over_stub: Run) -> None:

@@ -15,19 +15,25 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from trencadis.backends.cuda.kernels import tile_sizes
+from trencadis.backends.cuda.kernels.gpu_platform import in_use
 from trencadis.core import envs
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # a Triton for other cards, whose kernels never wait
+    gdc_launch_dependents = gdc_wait = None
 
 LEAST = 90
 
 
 def possible(device: torch.device) -> bool:
-    """True if kernels on ``device`` use programmatic dependent launch, which the interpreter cannot, and which
-    TRENCADIS_CUDA_DEPENDENT_LAUNCHES=0 turns off.
+    """True if kernels on ``device`` use programmatic dependent launch, which the interpreter and other cards cannot,
+    and which TRENCADIS_CUDA_DEPENDENT_LAUNCHES=0 turns off.
     """
-    return not knobs.runtime.interpret and tile_sizes.arch_of(device) >= LEAST and _is_wanted()
+    able = in_use().runs_ptx and not knobs.runtime.interpret and tile_sizes.arch_of(device) >= LEAST
+    return able and _is_wanted()
 
 
 @cache

@@ -79,7 +79,7 @@ def open_peer_memory(
     places: list[Any] = [None] * world
     torch.distributed.all_gather_object(places, (socket.gethostname(), device.index or 0), group=host)
     names, devices = zip(*places, strict=True)
-    why = unreachable_reason(names, devices, rank, in_use().module.can_device_access_peer)
+    why = unreachable_reason(names, devices, rank, in_use().can_access_peer)
     if not (why := _agree_reason(why, host, world)):
         made, why = _allocate_buffers(group, rank, world, device)
         if not (why := _agree_reason(why, host, world)):

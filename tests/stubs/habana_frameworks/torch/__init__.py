@@ -34,3 +34,6 @@ if os.environ.get("HABANA_STUB_DEVICE"):
     import trencadis.backends.hpu.start.bridge_loader as _opening
 
     _opening.DEVICE = os.environ["HABANA_STUB_DEVICE"]
+    from habana_frameworks.torch import float8_stores as _stores
+
+    _stores.register()
