@@ -126,7 +126,7 @@ _FORMER_MODULES = {
     "core.quant.writing.source_checkpoint": "core.quant.writing.stored",
     "core.renamed_plugin_api_error_hints": "core.old_names core.renamed_plugin_api",
     "core.request": "core.adapter_ref",
-    "core.spec.draft_proposer": "core.spec.draft_source",
+    "core.spec.draft_proposer_interface": "core.spec.draft_source core.spec.draft_proposer",
     "core.startup_progress_and_warmup_pacing": "core.progress core.startup_progress",
     "core.token_masks": "core.masks",
     "core.token_masks.grammar_tokenizer_and_vocabulary": """

@@ -16,8 +16,8 @@ from trencadis.backends.hpu.attention import (
     block_decode_attention,
     prefill_attention,
     quantised_kv_cache,
+    sliding_window_attention,
     vision_tower_attention,
-    window_attention,
 )
 from trencadis.backends.hpu.attention.attention_input_types import (
     AttentionKernels,
@@ -239,7 +239,7 @@ class HpuOps(JoinedAdapterOps, StaticRecurrentOps, ReferenceOps):
         """
         size = self.settings.decode_layers
         decodes = isinstance(attn, SharedDecode) or (
-            isinstance(attn, window_attention.PerWindow) and isinstance(attn.each[0], SharedDecode)
+            isinstance(attn, sliding_window_attention.PerWindow) and isinstance(attn.each[0], SharedDecode)
         )
         alone = adapted or size == 1 or not decodes or any(getattr(one, "recurrent", False) for one in layers)
         if self.regions is None or alone:
@@ -439,15 +439,15 @@ class HpuOps(JoinedAdapterOps, StaticRecurrentOps, ReferenceOps):
         fp32, kernels, size = self.settings.fp32_softmax, self.kernels, self.block_size
         if sinks is not None:  # no fused kernel takes them
             kernels = kernels._replace(sdpa=None, parts=None, decode_parts=False, adjustment=None, sinks=sinks)
-        if isinstance(attn, window_attention.PerWindow):
+        if isinstance(attn, sliding_window_attention.PerWindow):
             attn = attn.each[attn.windows.index(window)]
         if isinstance(attn, FreshAttn):
             return prefill_attention.attend_fresh(q, k, v, attn, scale, fp32, kernels)
-        if isinstance(attn, window_attention.MaskedRows):
-            return window_attention.attend_fresh(q, k, v, attn, scale, fp32, kernels)
-        if isinstance(attn, window_attention.WindowContext):
+        if isinstance(attn, sliding_window_attention.MaskedRows):
+            return sliding_window_attention.attend_fresh(q, k, v, attn, scale, fp32, kernels)
+        if isinstance(attn, sliding_window_attention.WindowContext):
             keys, values = prefill_attention.stored_keys(kv, attn.near_slots, size, q.dtype, kernels)
-            return window_attention.attend_window(q, k, v, (keys, values), attn, scale, fp32, kernels)
+            return sliding_window_attention.attend_window(q, k, v, (keys, values), attn, scale, fp32, kernels)
         if isinstance(attn, (JoinedContext, SlicedContext)):
             return prefill_attention.attend_context(q, k, v, kv, attn, size, scale, fp32, kernels)
         if isinstance(attn, SharedDecode):

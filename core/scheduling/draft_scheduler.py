@@ -30,7 +30,7 @@ from trencadis.core.spec.draft_count import (
     choose_count,
     pays_together,
 )
-from trencadis.core.spec.draft_proposer import DraftProposer, FirstProposal, cut_at
+from trencadis.core.spec.draft_proposer_interface import DraftProposer, FirstProposal, cut_at
 from trencadis.core.spec.ngram_proposer import NgramProposer
 from trencadis.core.spec.predicted_text import PredictionProposer
 from trencadis.core.spec.spec_config import DRAFT_MODEL, SpeculationConfig

@@ -23,7 +23,7 @@ from trencadis.core.media_spans import MediaSpan
 from trencadis.core.output_constraints import Repetition, repeats
 from trencadis.core.request import MAX_LOGPROBS, Delta, Request, RequestStats, TokenLogprob
 from trencadis.core.spec.draft_count import AcceptanceRates, DraftModes
-from trencadis.core.spec.draft_proposer import DraftProposer
+from trencadis.core.spec.draft_proposer_interface import DraftProposer
 from trencadis.core.step import PENDING, Float32, Int32, Opening, PoolSpan, Sample
 from trencadis.core.step_output import Pooled
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.core.spec.draft_proposer import NO_DRAFT, DraftTokens
+from trencadis.core.spec.draft_proposer_interface import NO_DRAFT, DraftTokens
 from trencadis.core.spec.spec_config import LONGEST, SHORTEST
 
 MULTIPLIER = 0x9E3779B97F4A7C15

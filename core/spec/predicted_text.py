@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from trencadis.core.spec.draft_proposer import NO_DRAFT, DraftTokens
+from trencadis.core.spec.draft_proposer_interface import NO_DRAFT, DraftTokens
 
 SUFFIX, LONGEST_SUFFIX = 2, 8
 """Lengths of suffixes of the answer that are searched for in the prediction, in ids."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from trencadis.core.spec.draft_proposer import NO_DRAFT, DraftTokens
+from trencadis.core.spec.draft_proposer_interface import NO_DRAFT, DraftTokens
 from trencadis.core.spec.ngram_proposer import NgramIndex, hash_ids
 from trencadis.core.spec.spec_config import LONGEST, SHORTEST
 

@@ -97,14 +97,14 @@ def serve_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(words: Sequence[str]) -> int:
-    from trencadis.server.config import command_line_parser, help_text
+    from trencadis.server.config import command_line_parser, help_formatter
 
     if words in (["--version"], ["-V"]):
         print(__version__)
         return 0
     given = command_line_parser.parse(words)
     if given.help is not None:
-        print(help_text.make_help_text(given.help), end="")
+        print(help_formatter.make_help_text(given.help), end="")
         return 0
     signals_and_logging.raise_early_stop()
     from trencadis.server.cli.serve import serve

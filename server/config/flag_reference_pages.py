@@ -9,7 +9,7 @@ from trencadis.core import envs
 from trencadis.core.flag_declaration import MOST, YEAR
 from trencadis.server.config import ignored_and_refused_vllm_env as variables_of_vllm
 from trencadis.server.config.flag_table_and_lookup import Flag, get_flag_table, get_flag_variables
-from trencadis.server.config.help_text import GROUPS, USAGE
+from trencadis.server.config.help_formatter import GROUPS, USAGE
 from trencadis.server.config.vllm_flag_row_and_value_conversion import FREE, MEANS, REFUSED, FlagRow
 from trencadis.server.config.vllm_flag_table import ROWS, SHORT
 

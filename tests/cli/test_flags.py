@@ -16,7 +16,7 @@ from trencadis.core import envs
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import main as cli
-from trencadis.server.config import flag_reference_pages, help_text, resolve_settings, value_parsers
+from trencadis.server.config import flag_reference_pages, help_formatter, resolve_settings, value_parsers
 from trencadis.server.config.flag_table_and_lookup import get_flag_table, get_flag_variables
 from trencadis.server.config.server_config import ServerConfig
 
@@ -281,13 +281,13 @@ def test_counts(text):
 
 
 def test_help_names_every_flag_and_no_hidden_one():
-    shown = help_text.make_help_text()
+    shown = help_formatter.make_help_text()
     for flag in get_flag_table().values():
         assert (flag.written in shown.replace("[no-]", "")) == (not flag.hidden), flag.name
     assert max(map(len, shown.splitlines())) <= 120
-    assert "--swap-space" in help_text.make_help_text("all") and "--policy" in help_text.make_help_text("all")
-    assert help_text.make_help_text("max-model-len").startswith("  --max-model-len COUNT")
-    assert "--port" not in help_text.make_help_text("engine")
+    assert "--swap-space" in help_formatter.make_help_text("all") and "--policy" in help_formatter.make_help_text("all")
+    assert help_formatter.make_help_text("max-model-len").startswith("  --max-model-len COUNT")
+    assert "--port" not in help_formatter.make_help_text("engine")
 
 
 def test_commands(capsys):

@@ -16,7 +16,7 @@ import pytest
 
 from tests.fakes.command_line import from_command_line
 from trencadis.core.errors import StartupError
-from trencadis.server.config import flag_reference_pages, help_text
+from trencadis.server.config import flag_reference_pages, help_formatter
 from trencadis.server.config import vllm_flag_row_and_value_conversion as rows
 from trencadis.server.config.flag_table_and_lookup import LISTS, WHOLE, Flag, find_flag, get_flag_table
 from trencadis.server.config.resolve_settings import Settings
@@ -304,10 +304,10 @@ def test_no_misspelling_of_any_flag_is_taken_for_another() -> None:
 
 
 def test_help_and_the_page_have_every_row() -> None:
-    page, legacy = flag_reference_pages.make_vllm_flags_section(), help_text.make_help_text("legacy")
+    page, legacy = flag_reference_pages.make_vllm_flags_section(), help_formatter.make_help_text("legacy")
     for row in EVERY:
         assert f"`{row.written}`" in page and row.written in legacy
-    assert help_text.make_help_text("swap-space").startswith("--swap-space has no effect here: ")
-    assert "--tensor-parallel-size" in help_text.make_help_text("prefill-context-parallel-size")
+    assert help_formatter.make_help_text("swap-space").startswith("--swap-space has no effect here: ")
+    assert "--tensor-parallel-size" in help_formatter.make_help_text("prefill-context-parallel-size")
     docs = (HERE.parent.parent / "docs" / "migrating-from-vllm.md").read_text(encoding="utf-8")
     assert page in docs and docs == flag_reference_pages.make_migration_page(docs), "run tools/gen_flags.py"

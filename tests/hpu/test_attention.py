@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.oracles.gaudi_launches import BLOCK, BLOCKS, LAUNCHES, AttentionLayer, reference, references, step_inputs
 from tests.traffic.launch_lines import LINES, plan_of
-from trencadis.backends.hpu.attention import plain_attention, prefill_attention, window_attention
+from trencadis.backends.hpu.attention import plain_attention, prefill_attention, sliding_window_attention
 from trencadis.backends.hpu.attention.attention_input_types import (
     AttentionKernels,
     ContextAttn,
@@ -124,7 +124,7 @@ def test_only_models_that_need_them_have_more_inputs(hpu: Make) -> None:
 
 def test_long_chunks_take_windows_in_tiles(hpu: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 8 queries: later ones leave out stored tokens, and their own that no query sees."""
-    monkeypatch.setattr(window_attention, "mask_rows", lambda keys: 8)
+    monkeypatch.setattr(sliding_window_attention, "mask_rows", lambda keys: 8)
     chunks = [(Stage.CONTEXT, (32, 8), [row]) for row in ((21, 30), (3, 29))]
     for stage, dims, lengths in (*chunks, (Stage.FRESH, (2, 32), [(0, 31), (0, 9)])):
         for spans in (False, True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trencadis.core.spec.draft_proposer import DraftTokens
+from trencadis.core.spec.draft_proposer_interface import DraftTokens
 
 Guess = Callable[[Sequence[int], int], int]
 """(tokens, known): the id that follows; below 0: no proposal."""

@@ -21,7 +21,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.sequence import Sequence
-from trencadis.core.spec.draft_proposer import DraftProposer
+from trencadis.core.spec.draft_proposer_interface import DraftProposer
 from trencadis.core.spec.spec_config import SpeculationConfig
 
 LENGTH = 96

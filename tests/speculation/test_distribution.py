@@ -18,7 +18,7 @@ from trencadis.core.engine.engine import Engine
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.sequence import Sequence
-from trencadis.core.spec.draft_proposer import DraftProposer
+from trencadis.core.spec.draft_proposer_interface import DraftProposer
 from trencadis.core.spec.spec_config import SpeculationConfig
 
 PROMPT = [5, 6, 7]

@@ -26,7 +26,7 @@ from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence
 from trencadis.core.spec.draft_count import VerifyShapes
-from trencadis.core.spec.draft_proposer import DraftProposer
+from trencadis.core.spec.draft_proposer_interface import DraftProposer
 from trencadis.core.spec.spec_config import SpeculationConfig
 from trencadis.core.step import Step
 

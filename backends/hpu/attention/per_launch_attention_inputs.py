@@ -9,8 +9,8 @@ import torch
 from trencadis.backends.hpu.attention import (
     block_decode_attention,
     prefill_attention,
+    sliding_window_attention,
     vision_tower_attention,
-    window_attention,
 )
 from trencadis.backends.hpu.attention.attention_input_types import (
     AttentionKernels,
@@ -75,14 +75,14 @@ class AttnPreparation:
             )
         if isinstance(attn, ContextAttn):
             if window:
-                return window_attention.prepare_context(attn, window, self.size, self.kernels)
+                return sliding_window_attention.prepare_context(attn, window, self.size, self.kernels)
             return prefill_attention.prepare_context(attn, self.size, self.slice_tokens)
-        return window_attention.prepare_fresh(attn, window, self.kernels)
+        return sliding_window_attention.prepare_fresh(attn, window, self.kernels)
 
     def attach(self, attn: Any, computed: tuple[Any, ...]) -> Any:
         """Returns the attention inputs of the layers: what ``compute`` returned, with the tensors of ``attn``."""
         each = tuple(attach_inputs(one, attn) for one in computed)
-        return each[0] if len(each) == 1 else window_attention.PerWindow(attn.slot, self.windows, each)
+        return each[0] if len(each) == 1 else sliding_window_attention.PerWindow(attn.slot, self.windows, each)
 
 
 UNCHANGED = ("slot", "block_list", "length", "upto")
