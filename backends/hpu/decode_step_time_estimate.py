@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trencadis.backends.hpu.hpu_settings import HpuSettings
+from trencadis.core.buckets import Bucket
 from trencadis.core.checkpoint.model_config import GATED, ModelConfig, TextConfig
 from trencadis.core.errors import StartupError
 
@@ -88,9 +89,12 @@ def spread_bytes(model: ModelConfig, rows: int, context: int, ranks: int = 1) ->
 
 def times(
     model: ModelConfig, ranks: int = 1, name: str = "", rows: Sequence[int] = ROWS,
-    contexts: Sequence[int] = CONTEXTS, depth: int = 1,
+    contexts: Sequence[int] = CONTEXTS, depth: int = 1, verified: Sequence[Bucket] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Computes the report as plain values, in seconds.
+
+    Args:
+        verified: VERIFY buckets of the plan; their steps are not estimated.
 
     Raises:
         StartupError: there are no figures of the card.
