@@ -77,7 +77,7 @@ def test_other_names_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     assert find_template("examples/templates/mistral.jinja") is not None
     for name in ("tool_chat_template_unknown.jinja", "none.text", "../pyproject.toml", "x" * 5000, ""):
-        with pytest.raises(StartupError, match="no such file|name too long"):
+        with pytest.raises(StartupError, match=r"no such file|name too long|s a directory"):
             read_override(name)
 
 
