@@ -82,7 +82,8 @@ class StoreBody:
         self.axis = (torch.arange(half) % 3).to(backend.device)
 
     def __call__(self, x: TextTensors) -> HeadTensorsOut:
-        rotary = self.ops.rotary(x.positions, self.frequency, self.axis)
+        positions = x.positions[:, : len(x.out_row)]  # inputs of several buckets may share one width
+        rotary = self.ops.rotary(positions, self.frequency, self.axis)
         self.ops.rope_store(self.q, self.k, self.v, rotary, self.kv, x.attn)
         return HeadTensorsOut(x.tokens, None, None, None, None)
 
