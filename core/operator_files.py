@@ -67,8 +67,8 @@ def expand_path(text: str) -> Path:
     """Returns the path that a user has written, with ``~`` expanded; there may be no such file.
 
     Raises:
-        StartupError: it cannot be a path here: a part is too long, it holds a zero byte, nobody has that home, or a
-            folder above may not be searched.
+        StartupError: it cannot be a path here: a part is too long, it holds a zero byte, the home folder does not
+            exist, or a folder above may not be searched.
     """
     shown = text[:120]
     try:

@@ -58,7 +58,7 @@ T = TypeVar("T")
 S = TypeVar("S", bound=ctypes.Structure)
 Argument = int | float | None
 Place = Rotary | RecurrentRows
-"""What a layer takes beside the stream: a recurrent one its rows, others the rotary factors."""
+"""Rotary factors, or the rows of a launch for a recurrent layer."""
 LayerOutputs = tuple[Tensor, Tensor | None]
 """Output and residual stream of a layer, [n, hidden] each."""
 

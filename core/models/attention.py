@@ -22,7 +22,13 @@ from trencadis.core.models.linear_and_embedding import (
 )
 from trencadis.core.models.mlp_and_norms import RMSNorm
 from trencadis.core.models.model_and_ops_api import GatingOps
-from trencadis.core.models.rotary_embedding import ROTATED, PartialRotarySource, reorder_heads, rotated_spans
+from trencadis.core.models.rotary_embedding import (
+    ROTATED,
+    PartialRotarySource,
+    gate_spans,
+    reorder_heads,
+    rotated_spans,
+)
 
 
 class SharedAttention(NamedTuple):
@@ -113,8 +119,8 @@ class Attention:
         """Returns rows [outputs of whole heads, ...] of matrix ``name`` in the order that this layer's weights have."""
         if not self.rotary_dim or name.rpartition(".")[2] not in ROTATED:
             return rows
-        gate = self.gated and name.endswith("q_proj")
-        spans = rotated_spans(self.head_dim, self.rotary_dim, self.adjacent, gate)
+        gate = gate_spans(self.head_dim, self.gated and name.endswith("q_proj"))
+        spans = (*rotated_spans(self.head_dim, self.rotary_dim, self.adjacent), *gate)
         return reorder_heads(rows, spans[-1].stop, spans)
 
     def bind(self, kv: LayerKV) -> None:

@@ -180,16 +180,20 @@ class HeadSpan(NamedTuple):
 ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
 
 
-def rotated_spans(head_dim: int, rotary_dim: int, adjacent: bool, gate: bool = False) -> tuple[HeadSpan, ...]:
+def rotated_spans(head_dim: int, rotary_dim: int, adjacent: bool) -> tuple[HeadSpan, ...]:
     """Returns the spans of a head's stored values in the order that rotary ops expect; ``adjacent``: as in
-    ``PartialRotarySource``; ``gate``: True if a gate as wide follows the head.
+    ``PartialRotarySource``.
     """
     middle, half = rotary_dim + (head_dim - rotary_dim) // 2, rotary_dim // 2
     first, second = [HeadSpan(0, half)], [HeadSpan(half, rotary_dim)]
     if adjacent:
         first, second = ([HeadSpan(i, i + 1) for i in range(start, rotary_dim, 2)] for start in range(2))
-    behind = [HeadSpan(head_dim, 2 * head_dim)] if gate else []
-    return (*first, HeadSpan(rotary_dim, middle), *second, HeadSpan(middle, head_dim), *behind)
+    return (*first, HeadSpan(rotary_dim, middle), *second, HeadSpan(middle, head_dim))
+
+
+def gate_spans(head_dim: int, gated: bool) -> tuple[HeadSpan, ...]:
+    """Returns the span of the gate that follows a query head and is as wide; none if there is no gate."""
+    return (HeadSpan(head_dim, 2 * head_dim),) if gated else ()
 
 
 def reorder_heads(rows: Tensor, head_dim: int, spans: Sequence[HeadSpan]) -> Tensor:
@@ -215,7 +219,7 @@ class PartialRotarySource:
     ) -> None:
         self.source = source
         self.spans = rotated_spans(head_dim, rotary_dim, adjacent)
-        self.query_spans = rotated_spans(head_dim, rotary_dim, adjacent, gated)
+        self.gate = gate_spans(head_dim, gated)
 
     def _reorder(self, name: str, part: Tensor) -> Tensor:
         module = name.rpartition(".")[0].rpartition(".")[2]
@@ -226,7 +230,7 @@ class PartialRotarySource:
 
     def _spans(self, module: str) -> tuple[HeadSpan, ...]:
         """Returns the order in which the rows of a head are taken, and of its gate if it has one."""
-        return self.query_spans if module == "q_proj" else self.spans
+        return (*self.spans, *self.gate) if module == "q_proj" else self.spans
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._reorder(name, self.source.take(name, shape))

@@ -42,7 +42,7 @@ class AxialRotarySource(PartialRotarySource):
     def __init__(self, source: WeightSource, head_dim: int) -> None:
         super().__init__(source, head_dim, head_dim)
         quarter = head_dim // 4
-        self.spans = self.query_spans = tuple(HeadSpan(i * quarter, (i + 1) * quarter) for i in (0, 2, 1, 3))
+        self.spans = tuple(HeadSpan(i * quarter, (i + 1) * quarter) for i in (0, 2, 1, 3))
 
 
 class Gemma4Block(ViTBlock):

@@ -129,7 +129,7 @@ def _check_working_folder() -> None:
 
 
 NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EDQUOT)
-"""What a start meets under small limits (``ulimit``, quotas): too few files, processes, bytes of memory or of disk."""
+"""Error numbers of a start under small limits (``ulimit``, quotas) of files, processes, memory or disk space."""
 
 
 def _run_with_one_line_errors(command: Callable[[], int]) -> int:

@@ -67,7 +67,7 @@ class KeyFileError(StartupError):
 
 
 NO_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
-"""What the library raises for a text that is no YAML; for wrong values behind tags these are no errors of its own."""
+"""Errors of the YAML library for invalid text, and those of Python that it lets through for invalid values of tags."""
 
 
 def read_key_file(path: Path) -> tuple[Tenant, ...]:

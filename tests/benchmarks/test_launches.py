@@ -28,7 +28,7 @@ ONE = {
 
 @pytest.mark.long
 def test_a_head_for_masks_alone_is_counted_and_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would write a tenth; docs/hpu-internals.md says why that is not worth eight shapes."""
+    """Masks alone would need a tenth of the bytes; why their eight graphs are not planned: docs/hpu-internals.md."""
     monkeypatch.setattr(launches_benchmark, "HEAD_ROWS", (1,))
     made = {variant: count for _, variant, _, count in launches_benchmark.list_heads()}
     assert made["greedy"] < made["masked"] < made["penalised"] / 9 < made["draw"] / 80

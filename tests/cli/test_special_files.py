@@ -33,7 +33,7 @@ def read_certificates(**files: Path) -> object:
 
 
 CERTIFICATE = Path(__file__)
-"""Whose own form nobody looks at, since all files are checked first."""
+"""Stands for a certificate and a key: that they are regular files is checked before their contents."""
 READERS: dict[str, Callable[[Path], object]] = {
     "--config": lambda path: resolve_settings._read_file(str(path), []),
     "--chat-template": lambda path: read_override(str(path)),

@@ -40,32 +40,39 @@ def silu_mul(gate_up: Tensor, table: KernelTable) -> Tensor | None:
     return out
 
 
+def _norm_op(x: Tensor, weight: Tensor, table: KernelTable) -> int | None:
+    """Returns the operation that norms ``x`` with a weight of its type, or of float32; None: torch must do it."""
+    if (Op.ROWWISE, DTYPE_NAMES.get(x.dtype, "")) not in table.rows:
+        return None
+    return RMS_NORM if weight.dtype == x.dtype else WIDE_NORM if weight.dtype == torch.float32 else None
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, table: KernelTable) -> Tensor | None:
     """Computes x / rms(x) * weight of rows [n, width], in which a float32 weight is multiplied before the norm is
     rounded; a residual is first added to ``x`` in place. None: torch must do it.
     """
-    wide = weight.dtype != x.dtype
-    if (Op.ROWWISE, DTYPE_NAMES.get(x.dtype, "")) not in table.rows or (wide and weight.dtype != torch.float32):
+    op = _norm_op(x, weight, table)
+    if op is None:
         return None
     if not x.is_contiguous() or (residual is not None and not residual.is_contiguous()):
         return None
     width = x.shape[-1]
     out = torch.empty_like(x)
-    _run(WIDE_NORM if wide else RMS_NORM, x, residual, weight, out, x.numel() // width, width, eps, table.number)
+    _run(op, x, residual, weight, out, x.numel() // width, width, eps, table.number)
     return out
 
 
 def norm_heads(x: Tensor, weight: Tensor, eps: float, table: KernelTable) -> Tensor | None:
     """Returns the norm of each head of x [n, heads, width], which may lie apart; see ``rms_norm``."""
     n, heads, width = x.shape
-    wide = weight.dtype != x.dtype
-    if (Op.ROWWISE, DTYPE_NAMES.get(x.dtype, "")) not in table.rows or (wide and weight.dtype != torch.float32):
+    op = _norm_op(x, weight, table)
+    if op is None:
         return None
     if x.stride(2) != 1:
         return None
     out = x.new_empty((n, heads, width))
     kernel_threads.calls().head_norms(
-        WIDE_NORM if wide else RMS_NORM, x.data_ptr(), weight.data_ptr(), out.data_ptr(), n * heads, width, heads,
+        op, x.data_ptr(), weight.data_ptr(), out.data_ptr(), n * heads, width, heads,
         x.stride(0), x.stride(1), eps, TYPES[x.dtype], table.number, kernel_threads.launch_threads(),
     )  # fmt: skip
     return out

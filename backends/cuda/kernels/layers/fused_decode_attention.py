@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trencadis.backends.cuda.kernels import online_softmax, paged_attention, tile_sizes
-from trencadis.backends.cuda.kernels.attention_metadata import SingleAttn
+from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn, SingleAttn
 from trencadis.backends.cuda.kernels.layers import dependent_launch
 from trencadis.backends.cuda.kernels.layers.dependent_launch import wait
 from trencadis.backends.cuda.kernels.paged_attention import QueryTile, attend_part, leave_part
@@ -42,7 +42,7 @@ def attend(
     """
     n, (groups, d) = qkv.shape[0], kv.k.shape[2:]
     heads = qkv.shape[1] // d - 2 * groups
-    _check(qkv, rotary, kv, attn, heads)
+    check_inputs(qkv, rotary, kv, attn, heads)
     q = qkv[:, : heads * d].view(n, heads, d)
     out = qkv.new_empty(n, heads, d)
     partial = paged_attention.partial(attn, q, kv)
@@ -63,8 +63,8 @@ def attend(
     return out.view(n, heads * d)
 
 
-def _check(qkv: Tensor, rotary: Rotary, kv: LayerKV, attn: SingleAttn, heads: int) -> None:
-    """Asserts the shapes and dtypes that the kernel relies on."""
+def check_inputs(qkv: Tensor, rotary: Rotary, kv: LayerKV, attn: ItemAttn, heads: int) -> None:
+    """Asserts the shapes and dtypes that kernels of fused attention rely on."""
     d, groups = kv.k.shape[3], kv.k.shape[2]
     assert qkv.is_contiguous() and qkv.shape[1] == (heads + 2 * groups) * d and heads % groups == 0, qkv.shape
     assert kv.k.is_contiguous() and kv.v.is_contiguous() and kv.k.dtype == kv.v.dtype == qkv.dtype

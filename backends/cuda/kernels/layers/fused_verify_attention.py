@@ -16,7 +16,7 @@ from trencadis.backends.cuda.kernels import online_softmax, paged_attention, til
 from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn, SingleAttn
 from trencadis.backends.cuda.kernels.layers import dependent_launch
 from trencadis.backends.cuda.kernels.layers.dependent_launch import wait
-from trencadis.backends.cuda.kernels.layers.fused_decode_attention import HeadNorms, norm_and_rotate
+from trencadis.backends.cuda.kernels.layers.fused_decode_attention import HeadNorms, check_inputs, norm_and_rotate
 from trencadis.backends.cuda.kernels.paged_attention import QueryTile, attend_part, leave_part
 from trencadis.backends.cuda.kernels.paged_attention_loop import KeyRanges, PagedKeys
 from trencadis.backends.cuda.kernels.tile_sizes import Tile
@@ -40,7 +40,8 @@ def attend(
     n, (groups, d) = qkv.shape[0], kv.k.shape[2:]
     heads = qkv.shape[1] // d - 2 * groups
     group = heads // groups
-    _check(qkv, rotary, kv, attn, heads)
+    assert len(qkv) <= NEW.value and not isinstance(attn, SingleAttn), "more tokens than the tile of new keys"
+    check_inputs(qkv, rotary, kv, attn, heads)
     q = qkv[:, : heads * d].view(n, heads, d)
     out = qkv.new_empty(n, heads, d)
     partial = paged_attention.partial(attn, q, kv)
@@ -69,17 +70,6 @@ def _tile_of(q: Tensor, group: int) -> Tile:
     """
     tile = tile_sizes.pick("attend_prefill", q, group, "short")
     return tile._replace(m=16 if q.shape[2] > 128 else tile.m, warps=8 if q.shape[2] > 64 else tile.warps)
-
-
-def _check(qkv: Tensor, rotary: Rotary, kv: LayerKV, attn: ItemAttn, heads: int) -> None:
-    """Asserts the shapes and dtypes that the kernel relies on."""
-    d, groups = kv.k.shape[3], kv.k.shape[2]
-    assert len(qkv) <= NEW.value and not isinstance(attn, SingleAttn), "more tokens than the tile of new keys"
-    assert qkv.is_contiguous() and qkv.shape[1] == (heads + 2 * groups) * d and heads % groups == 0, qkv.shape
-    assert kv.k.is_contiguous() and kv.v.is_contiguous() and kv.k.dtype == kv.v.dtype == qkv.dtype
-    for t in (rotary.cos, rotary.sin):
-        assert t.shape == (qkv.shape[0], d) and t.is_contiguous()
-    assert kv.k_scale is None and attn.upto is None and attn.slot_map.shape == qkv.shape[:1]
 
 
 @triton.jit(do_not_specialize=["rows", "eps"])
