@@ -170,8 +170,17 @@ class _Selection:
         return sum(map(len, self.chosen))
 
     def _update(self, g: int) -> None:
-        self.least[g] = _least(self.tables[g], sorted(self.chosen[g]))
-        self.gains[g] = _gains(self.tables[g], self.least[g])
+        """Renews the costs of a group's needs, and the gains by the needs whose cost has changed."""
+        table, before = self.tables[g], self.least[g]
+        after = self.least[g] = _least(table, sorted(self.chosen[g]))
+        changed = np.flatnonzero(before != after)
+        old, new = before[changed], after[changed]
+        if 3 * len(changed) > len(after) or not np.isfinite(old).all() or not np.isfinite(new).all():
+            self.gains[g] = _gains(table, after)
+        elif len(changed):
+            part = table.costs[changed]
+            more = np.maximum(new[:, None] - part, 0.0) - np.maximum(old[:, None] - part, 0.0)
+            self.gains[g] = self.gains[g] + more.sum(axis=0)
 
     def add_best(self) -> bool:
         """Adds the candidate that saves most; False if none saves anything."""
