@@ -81,7 +81,6 @@ def test_a_family_is_at_most_120_lines() -> None:
 NAMED = re.compile(r"qwen|llama|mistral|\bgpt.?2|\bopt.(?:125|350)|\bOPTFor|\bgemma|\bphi\b", re.IGNORECASE)
 REMAINS = {
     "server/text/chat_template.py": "file names of templates, theirs and ours",
-    "core/renamed_plugin_api_error_hints.py": "names of before and their successors",
     "core/checkpoint/rope_config.py": "llama3 is the name of a rotary type in every config.json",
     "core/models/rotary_embedding.py": "the same type, and whose report has its formula",
     "core/checkpoint/config_reader.py": "a key that says whose pooling head it was; it changes nothing",
