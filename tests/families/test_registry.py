@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from tools.pages import reference_pages
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.family import BARE, CLASSIFY, GENERATE, DeviceShare
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.shapes.launch_costs import costs_of
-from trencadis.server.cli import list_models, main
+from trencadis.server.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 GRANITE = """
@@ -154,4 +155,4 @@ def test_a_family_may_count_its_own_weights_and_costs(form: Any, monkeypatch: An
 
 def test_the_page_lists_what_the_registry_has() -> None:
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    assert page == list_models.make_docs_page(page), "tools/gen_flags.py"
+    assert page == reference_pages.make_models_page(page), "tools/gen_flags.py"
