@@ -32,11 +32,10 @@ from trencadis.server.config.flag_table_and_lookup import (
     get_flag_table,
     get_flag_variables,
 )
-from trencadis.server.config.ignored_and_refused_vllm_env import find_variable
 from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.config.value_parsers import check_allowed_hosts
+from trencadis.server.config.vllm_flag_and_env_table import ROWS, find_variable
 from trencadis.server.config.vllm_flag_row_and_value_conversion import convert_flags
-from trencadis.server.config.vllm_flag_table import ROWS
 
 VARIABLE = "environment "
 """Prefix of the source of a value from the environment; the variable's name follows."""

@@ -21,8 +21,8 @@ from trencadis.server.config import help_formatter
 from trencadis.server.config import vllm_flag_row_and_value_conversion as rows
 from trencadis.server.config.flag_table_and_lookup import LISTS, WHOLE, Flag, find_flag, get_flag_table
 from trencadis.server.config.resolve_settings import Settings
+from trencadis.server.config.vllm_flag_and_env_table import EVERY, ROWS
 from trencadis.server.config.vllm_flag_row_and_value_conversion import FlagRow
-from trencadis.server.config.vllm_flag_table import EVERY, ROWS
 
 HERE = Path(__file__).parent
 VERDICTS = {"free": rows.FREE, "means": rows.MEANS, "refused": rows.REFUSED}

@@ -9,11 +9,10 @@ from trencadis.core.checkpoint import model_registry
 from trencadis.core.envs import FALSE, IGNORED, READ, REFUSED, TABLE, TRUE, Env
 from trencadis.core.flag_declaration import MOST, YEAR
 from trencadis.server.cli.list_models import describe_use
-from trencadis.server.config import ignored_and_refused_vllm_env as variables_of_vllm
 from trencadis.server.config import vllm_flag_row_and_value_conversion as flag_rows
 from trencadis.server.config.flag_table_and_lookup import Flag, get_flag_table, get_flag_variables
 from trencadis.server.config.help_formatter import GROUPS, USAGE
-from trencadis.server.config.vllm_flag_table import ROWS, SHORT
+from trencadis.server.config.vllm_flag_and_env_table import ROWS, SHORT, read_variables
 
 HEAD = f"""\
 # Configuration
@@ -34,7 +33,7 @@ only vLLM has are listed in [Migrating from vLLM](migrating-from-vllm.md#flags-o
 
 def make_configuration_page() -> str:
     """Returns docs/configuration.md: all flags by group, then all environment variables."""
-    return make_flags_section() + "\n" + make_variables_section(_list_flag_variables(), variables_of_vllm.TABLE)
+    return make_flags_section() + "\n" + make_variables_section(_list_flag_variables(), read_variables().values())
 
 
 def make_flags_section() -> str:
@@ -55,7 +54,7 @@ def make_flags_section() -> str:
 VLLM_FLAGS_HEAD = """\
 ## Flags of vLLM
 
-Written by `tools/gen_flags.py` from the rows of `server/config/vllm_flag_table.py`; do not edit from here on.
+Written by `tools/gen_flags.py` from the rows of `server/config/vllm_flag_and_env_table.py`; do not edit from here on.
 
 These are the flags of vLLM 0.6 to 0.33 that are not in [Flags](configuration.md#flags). None is ignored in silence: a
 flag without effect prints one line that says why, and a flag that would change something stops the start, unless its
