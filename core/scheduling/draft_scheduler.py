@@ -30,7 +30,7 @@ from trencadis.core.spec.draft_count import (
     choose_count,
     pays_together,
 )
-from trencadis.core.spec.draft_proposer_interface import DraftProposer, FirstProposal, cut_at
+from trencadis.core.spec.draft_proposer_interface import DraftProposer, FirstProposal
 from trencadis.core.spec.ngram_proposer import NgramProposer
 from trencadis.core.spec.predicted_text import PredictionProposer
 from trencadis.core.spec.spec_config import DRAFT_MODEL, SpeculationConfig
@@ -103,6 +103,14 @@ class ModelDrafts:
 
     def _learn(self, seconds: float) -> None:
         self.seconds += (WEIGHT if self.seconds else 1.0) * (seconds - self.seconds)
+
+
+def cut_at(ids: abc.Sequence[int], ends: frozenset[int], vocab: int) -> tuple[int, ...]:
+    """Returns ``ids`` up to the first that ends a text or is outside the vocabulary: nothing after it can count."""
+    for at, token in enumerate(ids):
+        if token in ends or not 0 <= token < vocab:
+            return tuple(ids[:at])
+    return tuple(ids)
 
 
 def draw_alone(sample: Sample) -> Sample:

@@ -64,6 +64,10 @@ class Backlog:
         self.most, self.total, self.reserved = most, total, reserved
         self.held = 0
 
+    def count_held(self) -> int:
+        """Returns the bytes that are held of all requests."""
+        return self.held
+
     def fits(self, size: int) -> bool:
         """Returns True if ``size`` bytes of one request are allowed, and the bytes that are held of all requests."""
         return size <= self.most and self.held + self.reserved() <= self.total
