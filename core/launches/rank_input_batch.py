@@ -7,7 +7,6 @@ to compute is in its sampler slot, its context grows by one, its parameters stay
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -358,15 +357,6 @@ class RankInputBatch:
                 )
             )  # fmt: skip
         return tuple(made)
-
-    def checksum(self) -> int:
-        """Returns a checksum of the state of each row; it equals the scheduler's after every Step."""
-        total = 0
-        for i, key in enumerate(self._keys):
-            slot, context, _, _, held = self._numbers[:5, i].tolist()
-            known = (key, slot, context, *self._table[i, :held].tolist())
-            total = zlib.crc32(np.array(known, np.int64).tobytes(), total)
-        return total
 
 
 def _states(own: StepInputs) -> Int32:

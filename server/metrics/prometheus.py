@@ -235,11 +235,6 @@ class PrometheusMetrics:
         """Returns the metrics in the exposition format."""
         return generate_latest(self.registry)
 
-    @property
-    def first_bucket_metrics(self) -> BucketMetrics:
-        """The bucket metrics of the first engine."""
-        return self.bucket_metrics[0]
-
     def on_stats(self, stats: EngineStats, engine: int = 0) -> None:
         """Records the lists of an engine's statistics message, which contain only new entries."""
         values = self._values[engine]
