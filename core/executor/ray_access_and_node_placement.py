@@ -321,16 +321,19 @@ def create_engine_group(ray: ModuleType, engines: int, ranks: int, resource: str
     """
     groups = import_module("ray.util.placement_group")
     made = groups.placement_group([{resource: ranks} for _ in range(engines)], strategy="PACK")
+    return _await_placement(ray, made, f"{engines} engines of {ranks} {resource}")
+
+
+def _await_placement(ray: ModuleType, group: Any, what: str) -> Any:
+    """Returns ``group`` once Ray has placed it; raises StartupError if that takes too long."""
     try:
-        ray.get(made.ready(), timeout=PLACEMENT_TIMEOUT)
+        ray.get(group.ready(), timeout=PLACEMENT_TIMEOUT)
     except ray.exceptions.GetTimeoutError:
-        remove_group(made)
+        remove_group(group)
         raise StartupError(
-            f"Ray did not place {engines} engines of {ranks} {resource} in {PLACEMENT_TIMEOUT:g} s: `ray status` shows "
-            f"who holds "
-            "what"
+            f"Ray did not place {what} in {PLACEMENT_TIMEOUT:g} s: `ray status` shows who holds what"
         ) from None
-    return made
+    return group
 
 
 def create_actor_in_bundle(ray: ModuleType, actor: type, group: Any, bundle: int, resource: str, count: int) -> Any:
@@ -361,15 +364,7 @@ def create_rank_group(ray: ModuleType, nodes: Sequence[ClusterNode], resource: s
     made = groups.placement_group(
         [{resource: 1} for _ in nodes], strategy="PACK", bundle_label_selector=[{NODE: node.id} for node in nodes]
     )
-    try:
-        ray.get(made.ready(), timeout=PLACEMENT_TIMEOUT)
-    except ray.exceptions.GetTimeoutError:
-        groups.remove_placement_group(made)
-        raise StartupError(
-            f"Ray did not place {len(nodes)} ranks of 1 {resource} in {PLACEMENT_TIMEOUT:g} s: `ray status` shows who "
-            f"holds what"
-        ) from None
-    return made
+    return _await_placement(ray, made, f"{len(nodes)} ranks of 1 {resource}")
 
 
 def remove_group(group: Any) -> None:

@@ -153,6 +153,22 @@ class RemotePixels(Sequence[Pixels]):
         raise IndexError("the pixels are in another process")
 
 
+MakeVocabulary = Callable[[], Awaitable[bytes] | bytes]
+"""Returns a packed ``grammar_tokenizer_and_vocabulary.Vocabulary``, or an awaitable of it."""
+
+
+async def pack_vocabulary(make: MakeVocabulary | None) -> bytes:
+    """Returns what ``make`` returns.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    if make is None:
+        raise Unavailable("This server has no vocabulary for grammars.")
+    made = make()
+    return made if isinstance(made, bytes) else await made
+
+
 class RequestLink:
     """The requests that this process has open at another process.
 
@@ -161,7 +177,7 @@ class RequestLink:
         request with a grammar is sent.
     """
 
-    def __init__(self, vocabulary: Callable[[], Awaitable[bytes]] | None = None) -> None:
+    def __init__(self, vocabulary: MakeVocabulary | None = None) -> None:
         self.vocabulary = vocabulary
         self.vocabulary_sent: asyncio.Task[None] | None = None
         self.requests: dict[str, OpenRequest] = {}
@@ -265,9 +281,7 @@ class RequestLink:
         await asyncio.shield(task)
 
     async def _send_vocabulary(self) -> None:
-        if self.vocabulary is None:
-            raise Unavailable("This server has no vocabulary for grammars.")
-        data = memoryview(await self.vocabulary())
+        data = memoryview(await pack_vocabulary(self.vocabulary))
         for offset in range(0, len(data), engine_messages.CHUNK):
             await self.send(
                 engine_messages.VocabularyPart(offset, len(data)), data[offset : offset + engine_messages.CHUNK]
@@ -341,7 +355,7 @@ class EngineLink(RequestLink):
         compile_timeout: float = 1800.0,
         on_stats: Callable[[engine_messages.EngineStats], None] = lambda stats: None,
         on_info: Callable[[engine_messages.EngineInfo], None] = lambda info: None,
-        vocabulary: Callable[[], Awaitable[bytes]] | None = None,
+        vocabulary: MakeVocabulary | None = None,
     ) -> None:
         super().__init__(vocabulary)
         self.handle = handle

@@ -18,7 +18,7 @@ from trencadis.core.process import engine_messages
 from trencadis.core.process.log_setup import flush_logs
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client_and_request_timing import DeltaCallback, Pixels
-from trencadis.server.engine.engine_process_link import RequestLink
+from trencadis.server.engine.engine_process_link import MakeVocabulary, RequestLink, pack_vocabulary
 from trencadis.server.processes import combined_engine_state, ipc_messages_and_channel
 from trencadis.server.processes.combined_engine_state import EngineGroup
 from trencadis.server.processes.ipc_messages_and_channel import Channel
@@ -37,13 +37,13 @@ class FrontLink(RequestLink):
     """
 
     def __init__(self, sock: socket.socket, replicas: int, table: SharedTable) -> None:
-        super().__init__(self._make_vocabulary)
+        super().__init__(lambda: pack_vocabulary(self.make_vocabulary))
         self.channel: Channel[ipc_messages_and_channel.Down] = Channel(
             sock, ipc_messages_and_channel.decode_down, self._receive, self._answer
         )
         self.on_info: list[Callable[[engine_messages.EngineInfo], None]] = []
         self.replicas = [RemoteReplica(self, i) for i in range(replicas)]
-        self.make_vocabulary: Callable[[], Awaitable[bytes] | bytes] | None = None
+        self.make_vocabulary: MakeVocabulary | None = None
         self.answers: dict[str, Answer] = {}
         """Handlers of questions from the front process."""
         self.shared = SharedProcessState(self.channel, self.answers, table)
@@ -75,12 +75,6 @@ class FrontLink(RequestLink):
                     yield delta
         finally:
             self._sent.pop(request.id, None)
-
-    async def _make_vocabulary(self) -> bytes:
-        if self.make_vocabulary is None:
-            raise Unavailable("This server has no vocabulary for grammars.")
-        made = self.make_vocabulary()
-        return made if isinstance(made, bytes) else await made
 
     async def _answer(self, what: str, given: JsonObject) -> bytes:
         if what not in self.answers:
