@@ -124,8 +124,8 @@ def _read_vision(c: JsonFields, text_hidden: int, kind: str = "glm4v_vision") ->
 
 
 VISION_SIDE = VisionSide(
-    needs="trencadis.multimodal.glm4v.processor:load_image_needs",
-    sizes="trencadis.multimodal.glm4v.processor:load_image_sizes",
+    needs="trencadis.multimodal.glm4v.processor:PATCH_SCHEME.load_needs",
+    sizes="trencadis.multimodal.glm4v.processor:PATCH_SCHEME.load_resize_rule",
     processor="trencadis.multimodal.glm4v.processor:load_processor",
     tokens={
         "image_token_id": "<|image|>", "video_token_id": "<|video|>", "image_start_token_id": "<|begin_of_image|>",

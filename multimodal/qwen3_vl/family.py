@@ -127,8 +127,8 @@ def read_vision(c: JsonFields, text_hidden: int, deepstack: tuple[int, ...]) -> 
 
 
 VISION_SIDE = VisionSide(
-    needs="trencadis.multimodal.qwen3_vl.processor:load_image_needs",
-    sizes="trencadis.multimodal.qwen3_vl.processor:load_image_sizes",
+    needs="trencadis.multimodal.qwen3_vl.processor:PATCH_SCHEME.load_needs",
+    sizes="trencadis.multimodal.qwen3_vl.processor:PATCH_SCHEME.load_resize_rule",
     processor="trencadis.multimodal.qwen3_vl.processor:load_processor",
     tokens=TOKEN_NAMES,
     expand="trencadis.multimodal.placeholders:expand_with_timestamps",

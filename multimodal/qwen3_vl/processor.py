@@ -1,7 +1,5 @@
 """Qwen3-VL's images and videos: Qwen2-VL's processor with patches of 16 pixels, slots cell by cell; timestamps as text.
 Torch-free.
-
-Torch-free.
 """
 
 from __future__ import annotations
@@ -13,12 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.qwen2_vl.mrope import GridSpan, Seconds, mrope_positions
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_clip_pixels
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
-from trencadis.multimodal.qwen2_vl.smart_resize import PatchScheme, ResizeRule, image_needs, load_resize_rule
+from trencadis.multimodal.qwen2_vl.smart_resize import PatchScheme
 from trencadis.multimodal.qwen3_vl.family import PATCH
 
 if TYPE_CHECKING:
@@ -33,16 +31,6 @@ CLIP_VALUES = (
     ("cap_pixels_per_frame", (None, False)),
 )  # fmt: skip
 """Implemented values of the video processor's own keys."""
-
-
-def load_image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
-    """Returns ``qwen2_vl.smart_resize.image_needs`` for this tower."""
-    return image_needs(config.path, mm_kwargs, alignment, PATCH_SCHEME)
-
-
-def load_image_sizes(config: ModelConfig | None, mm_kwargs: JsonMapping, alignment: str = "pad") -> ResizeRule:
-    """Returns the resize rule, which computes an image's geometry from its height and width."""
-    return load_resize_rule(config, mm_kwargs, alignment, PATCH_SCHEME)
 
 
 def load_processor(config: ModelConfig, kwargs: JsonMapping, alignment: str = "pad") -> Qwen2VLImageProcessor:
