@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,11 @@ from trencadis.server.engine.engine_client_and_request_timing import (
     SMALL_BACKLOG,
     Backlog,
     DeltaCallback,
+    MakeVocabulary,
     Pixels,
     estimate_size,
     format_plan_lines,
+    pack_vocabulary,
 )
 
 
@@ -151,22 +153,6 @@ class RemotePixels(Sequence[Pixels]):
 
     def __getitem__(self, index: Any) -> Any:
         raise IndexError("the pixels are in another process")
-
-
-MakeVocabulary = Callable[[], Awaitable[bytes] | bytes]
-"""Returns a packed ``grammar_tokenizer_and_vocabulary.Vocabulary``, or an awaitable of it."""
-
-
-async def pack_vocabulary(make: MakeVocabulary | None) -> bytes:
-    """Returns what ``make`` returns.
-
-    Raises:
-        Unavailable: there is none.
-    """
-    if make is None:
-        raise Unavailable("This server has no vocabulary for grammars.")
-    made = make()
-    return made if isinstance(made, bytes) else await made
 
 
 class RequestLink:

@@ -14,8 +14,13 @@ from trencadis.core.errors import Conflict, NotFound, Unavailable
 from trencadis.core.executor.engine_process_launcher import EngineHandle
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine.engine_client_and_request_timing import DeltaCallback, Pixels
-from trencadis.server.engine.engine_process_link import STOPPED, EngineLink, MakeVocabulary, pack_vocabulary
+from trencadis.server.engine.engine_client_and_request_timing import (
+    DeltaCallback,
+    MakeVocabulary,
+    Pixels,
+    pack_vocabulary,
+)
+from trencadis.server.engine.engine_process_link import STOPPED, EngineLink
 from trencadis.server.engine.sleep_state import SleepState
 
 log = logging.getLogger("trencadis.server")

@@ -21,8 +21,13 @@ from trencadis.core.executor.engine_process_launcher import EngineHandle
 from trencadis.core.kv.block_pool import SIZE, BlockHashChain, image_key
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine.engine_client_and_request_timing import DeltaCallback, Pixels
-from trencadis.server.engine.engine_process_link import STOPPED, MakeVocabulary, pack_vocabulary
+from trencadis.server.engine.engine_client_and_request_timing import (
+    DeltaCallback,
+    MakeVocabulary,
+    Pixels,
+    pack_vocabulary,
+)
+from trencadis.server.engine.engine_process_link import STOPPED
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.processes.combined_engine_state import EngineGroup
 from trencadis.server.processes.replica_router import PrefixAffinityRouter

@@ -17,8 +17,13 @@ from trencadis.core.json_types import JsonObject
 from trencadis.core.process import engine_messages
 from trencadis.core.process.log_setup import flush_logs
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine.engine_client_and_request_timing import DeltaCallback, Pixels
-from trencadis.server.engine.engine_process_link import MakeVocabulary, RequestLink, pack_vocabulary
+from trencadis.server.engine.engine_client_and_request_timing import (
+    DeltaCallback,
+    MakeVocabulary,
+    Pixels,
+    pack_vocabulary,
+)
+from trencadis.server.engine.engine_process_link import RequestLink
 from trencadis.server.processes import combined_engine_state, ipc_messages_and_channel
 from trencadis.server.processes.combined_engine_state import EngineGroup
 from trencadis.server.processes.ipc_messages_and_channel import Channel
