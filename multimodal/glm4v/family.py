@@ -132,7 +132,7 @@ VISION_SIDE = VisionSide(
         "image_end_token_id": "<|end_of_image|>",
     },
     expand="trencadis.multimodal.glm4v.processor:expand_frames",
-    positions="trencadis.multimodal.glm4v.processor:mrope_positions_of_images",
+    positions="trencadis.multimodal.qwen2_vl.mrope:mrope_positions_by_frames",
     times="trencadis.multimodal.glm4v.processor:format_whole_seconds",
 )  # fmt: skip
 MEDIA_KEYS = frozenset(

@@ -17,6 +17,7 @@ from trencadis.core.checkpoint.weight_source_interface import WeightSource
 from trencadis.core.device.backend import Backend, Ops, VisionTensors
 from trencadis.core.launch_inputs import VisionInputs
 from trencadis.core.media_spans import SINK_ROW
+from trencadis.core.models.decoder import join_streams
 from trencadis.core.models.image_cross_attention import CrossAttentionDecoder
 from trencadis.core.models.linear_and_embedding import Linear, RowParallelLinear
 from trencadis.core.models.mlp_and_norms import Norm, norm_of
@@ -175,7 +176,7 @@ class MllamaModel(CrossAttentionDecoder):
 
         def keep(number: int, x: Tensor, residual: Tensor) -> None:
             if number in c.intermediate_layers:
-                intermediate[number] = ops.region(sum_residual, x, residual)
+                intermediate[number] = ops.region(join_streams, x, residual)
 
         if local:
             stream = [*run_blocks(ops, self.blocks[:local], stream, None, segments, after=keep)]
@@ -242,11 +243,6 @@ class MllamaModel(CrossAttentionDecoder):
             + self.post_tile_embedding.tile_table.nbytes
         )
         return super().nbytes() + own + sum(part.nbytes() for part in (*self.norms, *self.blocks))
-
-
-def sum_residual(x: Tensor, residual: Tensor) -> Tensor:
-    """Returns x + residual, [s, hidden]: the output of the layers so far."""
-    return x + residual
 
 
 def tile_slot_positions(first: int, tiles: int, kinds: Int32) -> Int32:

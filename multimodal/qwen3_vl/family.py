@@ -132,7 +132,7 @@ VISION_SIDE = VisionSide(
     processor="trencadis.multimodal.qwen3_vl.processor:load_processor",
     tokens=TOKEN_NAMES,
     expand="trencadis.multimodal.placeholders:expand_with_timestamps",
-    positions="trencadis.multimodal.qwen3_vl.processor:mrope_positions_with_timestamps",
+    positions="trencadis.multimodal.qwen2_vl.mrope:mrope_positions_by_frames",
     times="trencadis.multimodal.placeholders:format_timestamps",
 )
 WEIGHT_NAMES = ((".mlp.linear_fc1.", ".mlp.up_proj."), (".mlp.linear_fc2.", ".mlp.down_proj."))
