@@ -324,17 +324,6 @@ class RankInputBatch:
 
     # Conversion to rows
 
-    def expand_step(self, step: Step) -> Step:
-        """Applies the changes of ``step`` and returns it with one ``Row`` for everything that runs.
-
-        For readers of Steps that launch nothing.
-        """
-        self.apply(step.batch)
-        whole = self.with_all_rows(step)
-        if step.batch is not None:
-            self.advance(step.rows, step.batch.joins)
-        return whole
-
     def with_all_rows(self, step: Step) -> Step:
         """Returns ``step`` with the persistent rows as plain ``Row`` objects in front of its own rows."""
         return dataclasses.replace(step, rows=(*self.rows(), *step.rows), batch=None) if step.persistent_count else step

@@ -25,6 +25,7 @@ from trencadis.server.config.vllm_flag_row_and_value_conversion import (
     make_means_row,
     make_refused_row,
     set_opposite,
+    set_when_on,
 )
 
 _PROXY = "a proxy in front of the server does that"
@@ -150,13 +151,9 @@ def _convert_local_size(value: FlagValue, own: Mapping[str, FlagValue]) -> Mappi
     return {"data_parallel_size": value}
 
 
-def _convert_ray_backend(value: FlagValue, own: Mapping[str, FlagValue]) -> Mapping[str, FlagValue]:
-    """Converts an older form of the flag."""
-    return {"distributed_executor_backend": "ray"} if value else {}
-
-
 PARALLEL: tuple[FlagRow, ...] = (
-    make_means_row("worker_use_ray", "bool", "--distributed-executor-backend ray", _convert_ray_backend, False),
+    make_means_row("worker_use_ray", "bool", "--distributed-executor-backend ray",
+        set_when_on("distributed_executor_backend", "ray"), False),
     make_refused_row("engine_use_ray", "bool", "the engine is a process of the server; --distributed-executor-backend "
         "ray "
             "places its ranks"),

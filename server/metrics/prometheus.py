@@ -227,7 +227,7 @@ class PrometheusMetrics:
                 _EngineCollector(values, one, self.bucket_metrics[i], cache, config, int if i else fair_queued)
             )
             if hidden:
-                every.append(DeprecatedCollector(values, partial(_get_stats, one), between if i == 0 else None))
+                every.append(DeprecatedCollector(values, partial(getattr, one, "stats"), between if i == 0 else None))
             one.observers.append(partial(self.on_stats, engine=i))
         self.registry.register(MergedCollector(every))
 
@@ -308,10 +308,6 @@ class PrometheusMetrics:
 def _no_cache() -> CacheCounters | None:
     """Returns None: decoded images belong to the API process, and are counted as the first engine's."""
     return None
-
-
-def _get_stats(engine: EngineClient) -> EngineStats:
-    return engine.stats
 
 
 class _EngineCollector(Collector):

@@ -91,6 +91,15 @@ def states_of(batch: RankInputBatch) -> list[RowState]:
     ]
 
 
+def expand_step(batch: RankInputBatch, step: Step) -> Step:
+    """Applies the changes of ``step`` to ``batch``; returns it with one ``Row`` for everything that runs."""
+    batch.apply(step.batch)
+    whole = batch.with_all_rows(step)
+    if step.batch is not None:
+        batch.advance(step.rows, step.batch.joins)
+    return whole
+
+
 @dataclass
 class ShadowRank:
     """Executes Steps; ``vocab`` ids, tables sized by blocks, rows and slots."""
