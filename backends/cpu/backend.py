@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trencadis.backends.cpu import host_padding
+import trencadis.backends.cpu.host_padding as host_padding
 from trencadis.backends.cpu.attention_plan import CpuAttn
 from trencadis.backends.cpu.batch_invariant import InvariantOps
 from trencadis.backends.cpu.gloo_comm import make_comm, make_pipe
