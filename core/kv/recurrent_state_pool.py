@@ -33,8 +33,8 @@ class StatePool:
 
     Args:
         size: slots of sequences and snapshots together.
-        snapshots: most snapshots at a time. To make room for another one, and for sequences, those go first that a later
-            one of the same prompt follows, if no request has begun with them; then the least recently used one.
+        snapshots: most snapshots at a time. For others, and for sequences, those make room first that a later one of
+            the same prompt follows and that no request has begun with; then the least recently used one.
         host: host memory for the states of preempted sequences.
     """
 

@@ -96,7 +96,9 @@ def serve(engine: Engine, count: int, seed: int, **fields: Any) -> MixedTraffic:
     return traffic
 
 
-@pytest.mark.parametrize("device", ["twin", *(pytest.param(one, marks=pytest.mark.long) for one in ("lazy", "compiled"))])
+@pytest.mark.parametrize(
+    "device", ["twin", *(pytest.param(one, marks=pytest.mark.long) for one in ("lazy", "compiled"))]
+)
 def test_nothing_compiles_after_warm_up(device: str, make: Make) -> None:
     serve(make(device, max_model_len=128, max_num_batched_tokens=96), 30, 1)
 
@@ -117,7 +119,7 @@ def test_nothing_compiles_in_many_requests(device: str, make: Make) -> None:
     assert states is not None
     assert totals.preemptions and totals.prefix_hits and totals.images_encoded and states.pool.hits
     print(
-        f"{device}: {MANY} requests, {sum(graphs_of(engine).hits.values())} launches, {totals.preemptions} preemptions, "
-        f"{states.pool.hits} began with a snapshot, {states.pool.evictions} of them dropped, 0 compiled; started in "
+        f"{device}: {MANY} requests, {sum(graphs_of(engine).hits.values())} launches, 0 compiled; {totals.preemptions} "
+        f"preemptions, {states.pool.hits} starts with a snapshot, {states.pool.evictions} dropped; started in "
         f"{ready - begun:.0f} s, answered in {time.monotonic() - ready:.0f} s"
     )
