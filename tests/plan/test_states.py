@@ -96,21 +96,20 @@ def test_sequences_and_snapshots_are_a_row(
 
 @pytest.mark.parametrize(("words", "least", "most"), [
     (["--device", "cuda", "--memory", "80GiB"], (10, 1), (25, 3)),
-    (["--device", "hpu", "--memory", "96GiB"], (150, 12), (250, 25)),
-    (["--device", "cuda", "--memory", "24GiB", "--quantization", "int4", "--max-num-batched-tokens", "2048"],
-     (10, 1), (60, 6)),
+    pytest.param(["--device", "hpu", "--memory", "96GiB"], (150, 12), (250, 25), marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_model_with_experts(
     capsys: Any, large: Path, words: list[str], least: tuple[int, int], most: tuple[int, int]
 ) -> None:
-    """Qwen3.6-35B-A3B: 30 recurrent layers of 32 matrices."""
+    """Qwen3.6-35B-A3B: 30 recurrent layers of 32 matrices; 24 GiB are too few, since cards keep experts in 16 bits."""
     (large / "config.json").write_text(json.dumps(LARGE | EXPERTS))
     plan = planned(capsys, large, *words)
     found = counts(plan)
     assert ledger(plan)["recurrent state"] == (sum(found) + 2) * 30 * (2 * MIB + 48 * 1024)
     assert sum(ledger(plan).values()) == int(words[3].removesuffix("GiB")) * GIB
     assert all(low <= one <= high for low, one, high in zip(least, found, most, strict=True)), found
-    assert "--quantization int4" in refused(capsys, large, "--device", "cuda", "--memory", "24GiB")
+    line = refused(capsys, large, "--device", "cuda", "--memory", "24GiB")
+    assert re.search(r"24\.00 GiB and \d+\.\d\d GiB are needed", line)
 
 
 def test_what_does_not_fit_is_refused_with_the_number_that_would(capsys: Any, large: Path) -> None:
