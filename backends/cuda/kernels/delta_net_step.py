@@ -87,6 +87,6 @@ def run(x: Tensor, gates: Tensor, w: DeltaNetWeights, held: RecurrentState, rows
         net_kernel[(heads, n)](
             mixed, gates, state, out, w.decay, w.shift, w.norm, rows.slot, rows.source, rows.begins, rows.count,
             mixed.stride(0), gates.stride(0), w.eps, dk**-0.5, RATIO=heads // w.key_heads, KEYS=w.key_heads * dk, DK=dk,
-            DV=dv, EPS=eps, num_warps=8,
+            DV=dv, EPS=eps, num_warps=8 if dk * dv > 64 * 64 else 4,
         )  # fmt: skip
     return out

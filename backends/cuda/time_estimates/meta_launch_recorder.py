@@ -248,7 +248,8 @@ def _square_products(args: KernelArguments) -> int:
 
 
 _STATE_PRODUCTS: dict[str, Callable[[KernelArguments], int]] = {
-    "step_kernel": _step_products, "net_kernel": _step_products, "scan_kernel": _scan_products, "squares_kernel": _square_products,
+    "step_kernel": _step_products, "net_kernel": _step_products, "scan_kernel": _scan_products,
+    "squares_kernel": _square_products,
 }  # fmt: skip
 """Kernel of a recurrent layer -> function that counts its multiplications, of which a lane does one at a time."""
 
@@ -260,7 +261,9 @@ _READS: dict[str, Callable[[KernelArguments, Sequence[int]], int]] = {
     "join_kernel": _join_bytes,
     "decoding_kernel": lambda args, context: args["out"].nbytes + args["out"].shape[0] * args["codes"].shape[1],
     "rope_kernel": _rotary_bytes,
-    **dict.fromkeys(("step_kernel", "net_kernel", "scan_kernel", "conv_step_kernel", "conv_state_kernel"), _state_bytes),
+    **dict.fromkeys(
+        ("step_kernel", "net_kernel", "scan_kernel", "conv_step_kernel", "conv_state_kernel"), _state_bytes
+    ),
     "_embed": lambda args, context: 2 * args["out"].nbytes,
     "_gather": lambda args, context: 2 * args["out"].nbytes,
     "_scatter": lambda args, context: 2 * args["values"].nbytes,

@@ -1,4 +1,4 @@
-"""A decoding layer of gated DeltaNet in seven launches equals the reference, and touches the slots of its rows alone."""
+"""Decoding layers of gated DeltaNet in seven launches equal the reference, and change the slots of their rows alone."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ class RecurrentRun:
         }  # fmt: skip
         self.norms = [1 + random(HIDDEN, size=0.1) for _ in range(2)]
         self.conv, self.norm = random(r.channels(), r.kernel, size=0.5), 1 + random(r.value_dim, size=0.1)
-        self.decay, self.shift = (-torch.rand(r.value_heads, generator=make) - 0.1), torch.randn(r.value_heads, generator=make)
+        self.decay, self.shift = (
+            (-torch.rand(r.value_heads, generator=make) - 0.1),
+            torch.randn(r.value_heads, generator=make),
+        )
         self.state = torch.randn(SLOTS, r.value_heads, r.key_dim, r.value_dim, generator=make)
         self.held = random(SLOTS, r.kernel - 1, r.channels())
         self.state[2], self.held[2] = NAN, NAN
@@ -103,9 +106,7 @@ def off(found: Tensor, wanted: Tensor) -> float:
     (torch.float32, Heads(2, 4, 16, 32)), (torch.float32, Heads(2, 2, 32, 16)),
     (torch.bfloat16, Heads(1, 3, 32, 32)), (torch.float16, Heads(2, 2, 16, 16)),
 ], ids=str)  # fmt: skip
-def test_a_layer_equals_the_reference(
-    dtype: torch.dtype, heads: Heads, first: bool, device: torch.device
-) -> None:
+def test_a_layer_equals_the_reference(dtype: torch.dtype, heads: Heads, first: bool, device: torch.device) -> None:
     run, ops = RecurrentRun(heads, dtype, device), CudaOps()
     before = interpreter.launches()
     found, states = run.run(ops, wide=False, first=first)
