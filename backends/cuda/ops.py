@@ -174,6 +174,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
         return quantised_linear.linear(x, w) if isinstance(w, QuantisedWeight) else super().linear(x, w)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()  # the queries of one token beside their gates are a view with gaps
         out = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
         norms.rms_norm(x, residual, weight, eps, total, out)
