@@ -61,7 +61,7 @@ def test_chunks_of_64_have_the_bits_of_the_whole_on_cards(
         llm = LLM(str(form(FAMILY, NAMES[0])), **{**flags, "max_num_batched_tokens": chunk})
         try:
             (made,) = llm.generate([random_ids(200)], params, use_tqdm=False)
-            tokens = [*made.prompt_logprobs[1:], *made.outputs[0].logprobs]
+            tokens: list[Any] = [*(made.prompt_logprobs or ())][1:] + [*(made.outputs[0].logprobs or ())]
             found.append([{id: one.logprob for id, one in token.items()} for token in tokens])
         finally:
             llm.close()

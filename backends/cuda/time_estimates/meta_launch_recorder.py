@@ -226,12 +226,12 @@ def _rotary_bytes(args: KernelArguments, context: Sequence[int]) -> int:
 def _state_bytes(args: KernelArguments, context: Sequence[int]) -> int:
     """Returns the bytes of the state of each row, read and written, and of all other tensors."""
     state = args["state"]
-    return 2 * len(context) * state[0].nbytes + _all_bytes({**args, "state": None}, context)
+    return int(2 * len(context) * state[0].nbytes) + _all_bytes({**args, "state": None}, context)
 
 
 def _step_products(args: KernelArguments) -> int:
     """Returns the multiplications of single tokens: state and key, state and query, and the change."""
-    return 3 * args["out"].shape[0] * args["state"][0].numel()
+    return int(3 * args["out"].shape[0] * args["state"][0].numel())
 
 
 def _scan_products(args: KernelArguments) -> int:

@@ -83,7 +83,7 @@ class RecurrentRun:
         mixer.bind(RecurrentState(self.held.to(device, dtype, copy=True), self.state.to(device, copy=True)))
         return layer
 
-    def run(self, ops: Any, wide: bool, first: bool = False) -> tuple[Tensor, RecurrentState]:
+    def run(self, ops: Any, wide: bool, first: bool = False) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The stream with all that the layer adds, and the states; ``wide``: of the same values in float32, on the CPU.
 
         ``first``: there is no residual.
@@ -94,7 +94,8 @@ class RecurrentRun:
         residual = None if first else self.residual.to(device, dtype)
         x, left = ops.layer(layer, self.x.to(device, dtype), residual, ops.prepare_recurrent(rows, attn), attn)
         held: Any = layer.attention
-        return (x if left is None else x + left).float().cpu(), RecurrentState(*(t.float().cpu() for t in held.state))
+        stream, (conv, state) = x if left is None else x + left, held.state
+        return stream.float().cpu(), (conv.float().cpu(), state.cpu())
 
 
 def off(found: Tensor, wanted: Tensor) -> float:

@@ -68,7 +68,7 @@ class FusedLayer:
             queries, keys = attention.norms
             norms = HeadNorms(queries.weight, keys.weight, queries.eps)
         shared = qkv, rotary, attention.kv
-        numbers = attention.scale, *attention.window
+        numbers = attention.scale, attention.window[0] if attention.window else 0
         if isinstance(attn, SingleAttn):
             return fused_decode_attention.attend(*shared, attn, *numbers, norms=norms), stream
         return fused_verify_attention.attend(*shared, attn, *numbers, norms=norms, planned=self._planned), stream
