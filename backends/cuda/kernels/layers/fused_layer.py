@@ -126,11 +126,11 @@ def can_fuse(layer: Any, x: Tensor, attn: Any, place: object = None) -> bool:
         return False
     if not 0 < x.shape[0] <= skinny_gemm.FEW or attn.upto is not None or not _has_plain_norms_and_mlp(layer):
         return False
-    mixer: Any = layer.attention
+    mixer: object = layer.attention  # a recurrent layer takes the place of attention
     if isinstance(mixer, GatedDeltaNet):
         fits = isinstance(attn, SingleAttn) and delta_net_step.fits(mixer.weights, mixer.state, place)
         return fits and _take(x, layer, mixer.qkv, mixer.gates, mixer.out)
-    return _fits(mixer, x) and _take(x, layer, mixer.qkv, mixer.out)
+    return isinstance(mixer, Attention) and _fits(mixer, x) and _take(x, layer, mixer.qkv, mixer.out)
 
 
 def _has_plain_norms_and_mlp(layer: DecoderLayer) -> bool:
@@ -141,9 +141,9 @@ def _has_plain_norms_and_mlp(layer: DecoderLayer) -> bool:
     return isinstance(layer.input_norm, RMSNorm) and isinstance(layer.post_norm, RMSNorm)
 
 
-def _fits(attention: Any, x: Tensor) -> bool:
+def _fits(attention: Attention, x: Tensor) -> bool:
     """Returns True for attention whose kernels are fused, over a cache of the stream's dtype."""
-    if not isinstance(attention, Attention) or attention.gated or attention.sinks or attention.scales_queries:
+    if attention.gated or attention.sinks or attention.scales_queries:
         return False
     held = attention.kv
     return held.k_scale is None and held.k.dtype == x.dtype
