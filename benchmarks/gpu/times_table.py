@@ -1,6 +1,6 @@
 """The table of docs/benchmarks.md: this engine's estimates by model, weights and load, each beside one of vLLM.
 
-``python -m benchmarks.gpu.times --table`` prints it. The estimate of vLLM is the same simulator with what differs there:
+``python -m benchmarks.gpu.times --table`` prints it. The estimate of vLLM is the same simulator with what differs:
 
 * layers run op by op, each as one kernel, at any number of rows;
 * attention reaches FlashAttention-3's share of the peak on Hopper;
