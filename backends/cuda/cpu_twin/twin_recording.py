@@ -6,7 +6,7 @@ that became a constant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -101,6 +101,10 @@ class TwinRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive.append(t)
         self._made_at.append(len(self.steps))
         return slot
+
+    def reads(self, tensors: Iterable[Tensor]) -> bool:
+        """Returns True if the launch took one of these tensors from before it, or a view of it."""
+        return any(t.untyped_storage().data_ptr() in self._standing for t in tensors)
 
     def close(self, out: object) -> None:
         """Ends the recording. Every replay overwrites the tensors of ``out``; other results of the launch are freed."""
