@@ -187,9 +187,7 @@ def try_dependent_launch(runtime: Runtime) -> str:
     except RuntimeError as error:
         dependent_launch.refuse()
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        return (
-            f"the driver refuses dependent launches ({reason}): the kernels of small launches start one after another"
-        )
+        return f"the driver refuses dependent launches ({reason}): kernels of small launches start one after another"
     return ""
 
 

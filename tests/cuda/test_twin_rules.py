@@ -13,6 +13,7 @@ from tests.oracles.thread_streams import watch_threads
 from trencadis.backends.cuda.cpu_twin.cuda_rules import CaptureError
 from trencadis.backends.cuda.cpu_twin.twin_runtime import DeviceError, TwinFaults, TwinRuntime, parse
 from trencadis.backends.cuda.runtime_protocol import Stream
+from trencadis.backends.cuda.shape_policy import WORKSPACE
 from trencadis.backends.cuda.time_estimates.meta_launch_recorder import check_grid
 from trencadis.core.errors import StartupError
 
@@ -169,6 +170,17 @@ def test_what_a_graph_returned_ends_with_it(runtime: TwinRuntime) -> None:
     assert out[0].tolist() == [2] * 4
     runtime.release(one)
     assert out[0].isnan().all() and set(out[1].tolist()) == {85}
+
+
+def test_products_take_a_workspace_from_their_pool(runtime: TwinRuntime) -> None:
+    """Once for all graphs of the pool, and not for graphs without a product."""
+    source = torch.ones(4, 4)
+    taken = []
+    for number, body in enumerate((lambda x: source + 1, lambda x: source @ source, lambda x: source @ source)):
+        before = runtime.accounted.taken
+        captured(runtime, body, name=f"DECODE({number})")
+        taken.append((runtime.accounted.taken - before) // WORKSPACE)
+    assert taken == [0, 1, 0]
 
 
 def test_a_grid_has_limits() -> None:

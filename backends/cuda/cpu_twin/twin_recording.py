@@ -22,6 +22,9 @@ HOST_READS = (
 )  # fmt: skip
 """Calls whose result depends on values, which a capture cannot hold."""
 
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
+"""Calls that a card runs by its library of products."""
+
 INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
 """Calls that count the true elements of a mask on the host, if their index is a mask."""
 
@@ -101,6 +104,11 @@ class TwinRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive.append(t)
         self._made_at.append(len(self.steps))
         return slot
+
+    @property
+    def multiplies(self) -> bool:
+        """True if the launch has a product, for which a card's library takes a workspace."""
+        return any(func.overloadpacket.__name__ in PRODUCTS for func, *_ in self.steps)
 
     def reads(self, tensors: Iterable[Tensor]) -> bool:
         """Returns True if the launch took one of these tensors from before it, or a view of it."""

@@ -29,6 +29,7 @@ from trencadis.backends.cuda.cpu_twin.cuda_rules import (
 )
 from trencadis.backends.cuda.cpu_twin.twin_recording import LaunchReads, TwinRecording
 from trencadis.backends.cuda.runtime_protocol import Array, CudaEvent, Graph, Stream
+from trencadis.backends.cuda.shape_policy import WORKSPACE
 from trencadis.backends.fault_injection_hooks import STEP, Hooks
 from trencadis.core.device.backend import Body, Memory, OutOfDeviceMemory
 from trencadis.core.errors import StartupError
@@ -356,7 +357,8 @@ class TwinRuntime:
         recording.close(out)
         self._note_implicit_wait("a graph")
         graph = TwinGraph(name, pool, recording, out, static, inner)
-        work = max(recording.bytes - self._work.get(pool, 0), 0)
+        asked = recording.bytes + (WORKSPACE if recording.multiplies else 0)
+        work = max(asked - self._work.get(pool, 0), 0)
         self.accounted.take(graph.own + work)
         self._work[pool] = self._work.get(pool, 0) + work
         self.pools.setdefault(pool, []).append(graph)
