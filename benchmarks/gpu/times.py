@@ -79,7 +79,7 @@ OTHERS = {
     "Llama-2-70B": text_of(8192, 80, 64, 8, 28_672, 32_000, False),
 }
 _LMDEPLOY = "github.com/InternLM/lmdeploy, its benchmark on A100 in FP16"
-_TENSORRT = "github.com/NVIDIA/TensorRT-LLM, docs/source/performance.md of 0.6.1: first token latency on A100 in FP16"
+_TENSORRT = "github.com/NVIDIA/TensorRT-LLM, the performance page of 0.6.1: first token latency on A100 in FP16"
 PUBLISHED = (
     Published("SGLang", "Llama-3.2-1B", "H100", 2 * 1.236e9 / (0.5 * 3.35e12),
               "hazyresearch.stanford.edu/blog/2025-05-27-no-bubbles: at most half of the bandwidth", 1, 96),

@@ -83,7 +83,7 @@ class TwinGraph:
         self.nodes = CALL * len(recording.steps)
         self.own = self.nodes + recording.kept
 
-    def returned(self) -> list[Tensor]:
+    def list_outputs(self) -> list[Tensor]:
         """Returns the outputs that lie in the workspace of the graph's pool."""
         return [t for t in leaves(self.out) if id(t) in self.recording.temporary]
 
@@ -382,7 +382,7 @@ class TwinRuntime:
         if last is None or last is graph or last not in self.pools[graph.pool]:
             return
         own = {t.untyped_storage().data_ptr() for t in leaves(graph.out)}
-        _overwrite(t for t in last.returned() if t.untyped_storage().data_ptr() not in own)
+        _overwrite(t for t in last.list_outputs() if t.untyped_storage().data_ptr() not in own)
 
     def _check_inputs(self, name: str, recording: TwinRecording) -> None:
         """Checks what a capture reads.
@@ -391,7 +391,7 @@ class TwinRuntime:
             CaptureError: it reads what another graph returned.
         """
         for graph in (g for graphs in self.pools.values() for g in graphs):
-            if recording.reads(graph.returned()):
+            if recording.reads(graph.list_outputs()):
                 raise CaptureError(
                     f"{name} reads what {graph.name} returned: that lies in the workspace of its pool, which other "
                     "graphs write to"
@@ -406,7 +406,7 @@ class TwinRuntime:
         """
         assert isinstance(graph, TwinGraph)
         self.pools[graph.pool].remove(graph)
-        _overwrite(graph.returned())
+        _overwrite(graph.list_outputs())
         back = graph.nodes
         self._released[graph.pool] += graph.own - graph.nodes
         if not self.pools[graph.pool]:
