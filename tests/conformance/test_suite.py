@@ -89,6 +89,14 @@ def test_exit_code_and_json(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert check_backend_and_compare_model.main(["cpu", "--quick", "--only", "op.silu_mul,op.reset", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["passed"] and [r["name"] for r in report["results"]] == ["op.silu_mul", "op.reset"]
+    served = report["served"]
+    assert (report["dtype"], served["dtype"]) == ("float32", "bfloat16"), "the type that serve takes is checked, too"
+    assert served["passed"] and [r["name"] for r in served["results"]] == ["op.silu_mul", "op.reset"]
+    command = ["cpu", "--quick", "--only", "op.reset", "--json", "--dtype"]
+    for asked, dtype in (("serve", "bfloat16"), ("float32", "float32")):
+        assert check_backend_and_compare_model.main([*command, asked]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["dtype"] == dtype and "served" not in report
     monkeypatch.setitem(check_suite.CHECKS, "op.silu_mul", broken)
     assert check_backend_and_compare_model.main(["cpu", "--quick", "--only", "op.silu_mul"]) == 1
     assert "fail  op.silu_mul" in capsys.readouterr().out
