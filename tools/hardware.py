@@ -98,6 +98,7 @@ On a machine with an NVIDIA card (compute capability 8.0 or newer, torch 2.11 or
     export PYTHONPATH=$PWD TRITON_INTERPRET=0
     python3 -P -m benchmarks.gpu --out out --docs out                            # nine minutes, values first
     python3 -P -m benchmarks.gpu --only three,demo,quantised --minutes 4 --out more --docs more
+    python3 -P -m trencadis.server check-device cuda                             # each kernel in bfloat16, a graph
     python3 -m pytest tests/cuda/test_card.py                                    # graphs, memory: alone on the card
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1                                      # for the next command alone: bounds
     compute-sanitizer --tool memcheck python3 -m pytest tests/kernels/test_attention.py -k "test_text or test_vision"
