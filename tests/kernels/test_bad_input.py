@@ -174,12 +174,14 @@ REFUSED = "Triton Error [CUDA]: operation not supported"
 @pytest.mark.parametrize("refuses", ["", "launch", "capture"])
 def test_a_driver_that_refuses_dependent_launches(monkeypatch: pytest.MonkeyPatch, refuses: str) -> None:
     """One line, and the same kernels one after another."""
+    from triton import knobs
+
     from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinRuntime
     from trencadis.backends.cuda.kernels import tile_sizes
     from trencadis.backends.cuda.kernels.layers import dependent_launch
 
     monkeypatch.setattr(dependent_launch._Driver, "refuses", False)
-    monkeypatch.setattr(dependent_launch.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
     monkeypatch.setattr(tile_sizes, "arch_of", lambda device: 90)
     calls = list[int]()
 
@@ -202,11 +204,13 @@ def test_a_driver_that_refuses_dependent_launches(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("wanted", ["0", "1"])
 def test_no_dependent_launch_is_tried_where_none_is_used(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    from triton import knobs
+
     from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinRuntime
     from trencadis.backends.cuda.kernels import tile_sizes
     from trencadis.backends.cuda.kernels.layers import dependent_launch
 
-    monkeypatch.setattr(dependent_launch.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
     monkeypatch.setattr(tile_sizes, "arch_of", lambda device: 90 if wanted == "0" else 89)
     monkeypatch.setattr(dependent_launch, "_is_wanted", lambda: wanted == "1")
     monkeypatch.setattr(dependent_launch, "probe", lambda out: pytest.fail("it was tried"))
