@@ -127,6 +127,14 @@ def test_every_part_can_be_imported_and_mixed_runs_on_a_bare_machine() -> None:
     assert found["requests"] == 12 and set(found["ended"]) <= {"stop", "length"} and found["launches"] > 12
 
 
+@pytest.mark.long
+def test_the_kernels_tests_can_be_collected_on_a_bare_machine() -> None:
+    """One file that imports a package of the server's would keep all tests from running."""
+    command = '["-q", "--collect-only", "-p", "no:cacheprovider", "tests/kernels", "tests/cuda/test_card.py"]'
+    done = run_without_packages(f"import pytest\nsys.exit(pytest.main({command}))", "llguidance")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
 # The whole command
 
 
