@@ -108,6 +108,16 @@ def test_no_thread_works_on_the_default_stream(
     assert engine.stats().host_hits or "kv_offloading_size" not in flags
 
 
+def test_steps_wait_for_nothing_once_their_results_had_room(make: Make) -> None:
+    """Page-locked memory for results is locked once, by calls that wait for the card; the same traffic locks no more."""
+    engine = make(warmup="skip")
+    waits = runtime_of(engine).counts
+    tokens(engine, 40, aborts=0)
+    before = waits["implicit wait"]
+    tokens(engine, 40, aborts=0)
+    assert waits["implicit wait"] - before <= 2
+
+
 def lacking(engine: Engine) -> dict[str, str]:
     """Planned buckets without a graph that would gain from one, and why."""
     captures, graphs = engine._watch.captures, graphs_of(engine)  # type: ignore[union-attr]
