@@ -109,7 +109,7 @@ def test_no_thread_works_on_the_default_stream(
 
 
 def test_steps_wait_for_nothing_once_their_results_had_room(make: Make) -> None:
-    """Page-locked memory for results is locked once, by calls that wait for the card; the same traffic locks no more."""
+    """Page-locked memory for results is locked once, by calls that wait for the card; the same traffic locks none."""
     engine = make(warmup="skip")
     waits = runtime_of(engine).counts
     tokens(engine, 40, aborts=0)
