@@ -58,6 +58,8 @@ KERNELS = (
         "products of few rows with codes", "layers/skinny_quantised_gemm", ("coded_skinny_kernel",),
         ("test_coded_layer",), ""
     ),
+    Kernel("a dependent launch, tried at the start", "layers/dependent_launch", ("_probe_kernel",),
+           ("test_bad_input",), ""),
     Kernel("weights decoded once", "quantised_linear", ("decoding_kernel",), ("test_decoding",), ""),
     Kernel("sums over ranks", "peers/one_shot_reduce", ("peer_sum_kernel",), ("test_peer_sums",), ""),
     Kernel("sums over ranks in two steps", "peers/two_shot_reduce", ("peer_shares_kernel",), ("test_peer_shares",), ""),
