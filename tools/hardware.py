@@ -58,6 +58,8 @@ KERNELS = (
         "products of few rows with codes", "layers/skinny_quantised_gemm", ("coded_skinny_kernel",),
         ("test_coded_layer",), ""
     ),
+    Kernel("a dependent launch, tried at the start", "layers/dependent_launch", ("_probe_kernel",),
+           ("test_bad_input",), ""),
     Kernel("weights decoded once", "quantised_linear", ("decoding_kernel",), ("test_decoding",), ""),
     Kernel("sums over ranks", "peers/one_shot_reduce", ("peer_sum_kernel",), ("test_peer_sums",), ""),
     Kernel("sums over ranks in two steps", "peers/two_shot_reduce", ("peer_shares_kernel",), ("test_peer_shares",), ""),
@@ -97,21 +99,32 @@ COMMANDS = """
 On a machine with an NVIDIA card (compute capability 8.0 or newer, torch 2.11 or newer, triton), from a checkout:
 
     export PYTHONPATH=$PWD TRITON_INTERPRET=0
-    python -m benchmarks.gpu --out out --docs out                                # half an hour, values first
-    python -m pytest -n 8 tests/kernels --junitxml card.xml                      # values, orders, waits
-    python -m pytest tests/cuda/test_card.py                                     # graphs, memory: alone on the card
+    python3 -P -m benchmarks.gpu --out out --docs out                            # nine minutes, values first
+    python3 -P -m benchmarks.gpu --only three,demo,quantised --minutes 4 --out more --docs more
+    python3 -P -m trencadis.server check-device cuda                             # each kernel in bfloat16, a graph
+    python3 -m pytest tests/cuda/test_card.py                                    # graphs, memory: alone on the card
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1                                      # for the next command alone: bounds
-    compute-sanitizer --tool memcheck python -m pytest tests/kernels/test_attention.py -k "test_text or test_vision"
+    compute-sanitizer --tool memcheck python3 -m pytest tests/kernels/test_attention.py -k "test_text or test_vision"
     unset PYTORCH_NO_CUDA_MEMORY_CACHING
-    python -m benchmarks.gpu --only decode,layers,repeats --out out              # a part alone: values, six minutes
-    python tools/tune_kernels.py --heads 128 80 --bits 16 --minutes 9            # tiles of this card
-    python tools/hardware.py --card card.xml --name "$(nvidia-smi --query-gpu=name --format=csv,noheader)" --write
+    python3 -P -m benchmarks.gpu --only counters,tuner --out more --docs more    # counters of ncu, tiles of this card
+    python3 -P -m benchmarks.gpu --only engine,drafts,adapters --out more --docs more
 
-`-m "long or not long"` runs every combination of head, group, block and dtype: some 5,000 compilations, an hour on one
-core. Tests compile most of the time, so several processes share them (pytest-xdist's `-n`); `card.xml` is written at
-the end, also where SIGINT is what ends the run (`timeout -s INT 570` before the command). Without that variable torch
-cuts tensors out of large pieces of memory, and memcheck sees the bounds of those alone. Where nothing that is written
-stays, `--out DIR --docs DIR` of `benchmarks.gpu` leave all that is worth keeping in one folder.
+The first command is sized for a card that is lent for a quarter of an hour: 16 cores, one H200, at most ten minutes a
+command. It measures values of everything at once, in some twelve processes that compile most of the time (limit: four
+minutes), then speed, alone on the card: mixed requests, TTFT and TPOT with the kernels of each load, kernels beside
+torch's, and `serve` where the server's packages are. The second one takes what is left of the quarter. Each line of
+figures is in `out/gpu.json` after its part, though the next part dies; the folder holds five files at the end:
+`gpu.json`, `kernels.json`, `card.xml` of the tests, and this page anew with its records. Where those cannot replace the
+page at once, because nothing that is written stays there, they are entered afterwards, from any machine:
+
+    python tools/hardware.py --measured out/gpu.json --speed out/kernels.json --card out/card.xml --name CARD --write
+    python tools/hardware.py --measured more/gpu.json --write
+
+`tests/kernels` alone is `python3 -m pytest -n 8 tests/kernels --junitxml card.xml`; with `-m "long or not long"` it
+runs every combination of head, group, block and dtype: some 5,000 compilations, an hour on one core. `card.xml` is
+written at the end, also where SIGINT is what ends the run (`timeout -s INT 570` before the command). Without
+PYTORCH_NO_CUDA_MEMORY_CACHING torch cuts tensors out of large pieces of memory, and memcheck sees the bounds of those
+alone.
 """
 
 
@@ -213,9 +226,9 @@ def figure(claim: Claim, card: str, found: dict[str, Any]) -> str:
 NO_CARD = """**No kernel has run on a card so far: nothing here is a measured speed, and values, races and waits are
 shown only as far as the columns say.** What would show the rest:"""
 
-CLAIMED = f"""One command measures all of it in half an hour and enters it here:
-`{command_of("benchmarks.gpu")}`. It needs no network, no server packages and no installation of this project; what a
-card has not measured is unproven."""
+CLAIMED = f"""One command measures most of it in nine minutes and enters it here: `{command_of("benchmarks.gpu")}`.
+`--only` runs the parts that it had no time for. It needs no network, no server packages and no installation of this
+project; what a card has not measured is unproven."""
 
 GAUDI = f"""No Gaudi has been reached so far, so every row is an open question. One command measures all of it in ten
 minutes at most and enters it here: `{command_of("benchmarks.hpu")}`. It needs no network, no server packages and no

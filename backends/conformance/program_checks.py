@@ -237,7 +237,8 @@ def _check_first_op(bucket: Bucket, recorded_shapes: Counter[RecordedCall]) -> N
     first = {Stage.VISION: "patches", Stage.SAMPLE: sampling, Stage.RESET: "reset", Stage.POOL: "pool"}.get(
         bucket.stage, "embed"
     )
-    found = [dims for name, dims in recorded_shapes if name == first]
+    names = (first, "take") if first == "sample" else (first,)  # a head that stores no logits takes their best ids
+    found = [dims for name, dims in recorded_shapes if name in names]
     if not found:
         raise CheckFailed(f"{bucket}: the body never calls ops.{first}")
     if found[0][0][0] != padded_tokens(bucket):

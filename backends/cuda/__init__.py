@@ -64,8 +64,10 @@ def make_backend(cfg: BackendConfig, cards: Accelerator | None = None) -> Backen
         ops = InvariantCudaOps() if cfg.batch_invariant else asked.ops(CudaOps)()
         return asked.attach(CudaBackend(cfg, runtime, ops, comm))
 
+    note = support_checks.try_dependent_launch(runtime)
     made = _with_pipe(reopen(cfg))
     made.reopen = reopen
+    made.notes += (note,) if note else ()
     return made
 
 

@@ -10,6 +10,7 @@ import shutil
 import sysconfig
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +20,9 @@ from trencadis.backends.cuda.visible_devices import card_nodes
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
+
+if TYPE_CHECKING:
+    from trencadis.backends.cuda.runtime_protocol import Runtime
 
 ALIASES = {"float": "float32", "half": "float16"}
 TAKEN = ("bfloat16", "float16", "float32")
@@ -157,6 +161,37 @@ def _no_compiler_reason() -> str:
         return "there is no C compiler"
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     return "" if header.is_file() else f"there is no {header}"
+
+
+def try_dependent_launch(runtime: Runtime) -> str:
+    """Tries a dependent launch, by itself and in a graph, where kernels would use them.
+
+    If the driver refuses it they are turned off, and the note for the start is returned; else an empty string.
+    """
+    from trencadis.backends.cuda.kernels.layers import dependent_launch
+
+    if not dependent_launch.possible(runtime.device):
+        return ""
+    out = torch.zeros(1, dtype=torch.int32, device=runtime.device)
+
+    def body(inputs: object) -> None:
+        dependent_launch.probe(out)
+
+    def attempt() -> None:
+        runtime.launch(PROBE, body, None, out)
+        runtime.synchronize()
+        runtime.release(runtime.capture(PROBE, PROBE, body, None, out))
+
+    try:
+        runtime.on_captures(attempt)
+    except RuntimeError as error:
+        dependent_launch.refuse()
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        return f"the driver refuses dependent launches ({reason}): kernels of small launches start one after another"
+    return ""
+
+
+PROBE = "dependent launch"
 
 
 def check_model(cfg: BackendConfig) -> None:

@@ -15,11 +15,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benchmarks.kernels.case import use_interpreter
 
 if TYPE_CHECKING:
     import torch
@@ -277,7 +278,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=2000, help="runs whose bits are compared")
     parser.add_argument("--small", action="store_true", help="narrow layers in Triton's interpreter")
     args = parser.parse_args()
-    os.environ["TRITON_INTERPRET"] = "1" if args.small else "0"
+    use_interpreter(args.small)
     args.out.write_text(json.dumps(measure(args.times, args.small)))
 
 

@@ -1,11 +1,12 @@
-"""Everything that is claimed of an NVIDIA card, measured in one run of thirty minutes, each claim with its bar.
+"""Everything that is claimed of an NVIDIA card, measured in one run of nine minutes, each claim with its bar.
 
-PYTHONPATH=$PWD python -P -m benchmarks.gpu [--only decode,layers,...] [--minutes 29] [--no-record]
-PYTHONPATH=$PWD python -P -m benchmarks.gpu --only three,mixed --out DIR --docs DIR    in parts; files go to DIR
+PYTHONPATH=$PWD python -P -m benchmarks.gpu [--only decode,layers,...] [--minutes 9] [--no-record]
+PYTHONPATH=$PWD python -P -m benchmarks.gpu --only three,demo --out DIR --docs DIR    in parts; files go to DIR
 PYTHONPATH=$PWD python -P -m benchmarks.gpu --device twin --smoke     all parts, tiny; what needs a card says so
 
-Values come first (decode, layers, repeats, three, demo, mixed), then where time goes (paces, counters), speed (kernels,
-quantised), the tuner, the kernels' tests and ``serve`` itself. Needs torch, triton, numpy, Pillow, tokenizers,
+Values come first, and at once, since they take compilers' time and no measure of speed: decode, layers, repeats and
+the kernels' tests. Then, one by one and by worth: mixed requests, where time goes (paces), kernels, ``serve``, and what
+nine minutes may no longer hold, which ``--only`` runs by itself. Needs torch, triton, numpy, Pillow, tokenizers,
 safetensors, jinja2, httpx, idna and transformers, no network, and nothing to be installed of this project; ``serve``
 needs the server's packages, too, and is left out without them. Prints a line for each claim and writes ``gpu.json``
 after each part: what fails or runs out of time takes nothing with it. On a card it enters the figures in
@@ -19,7 +20,6 @@ import argparse
 import importlib.util
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -55,38 +55,62 @@ class Run(PartRun):
         """The torch device on which transformers runs."""
         return "cuda" if self.device == "cuda" else "cpu"
 
+    @property
+    def first(self) -> float:
+        """Seconds that each process of the values may take."""
+        return FIRST if self.device == "cuda" else ELSEWHERE
+
+    def at_once(self, *calls: Callable[[], object]) -> None:
+        """Runs ``calls`` at once on a card's machine, which has cores for them; elsewhere one by one."""
+        if self.device == "cuda":
+            self.run_together(calls)
+            return
+        for call in calls:
+            call()
+
 
 def decode(run: Run) -> None:
     """Decoded tokens of the demo and of the random checkpoint against prompts of the same ids."""
-    worst = dict[str, float]()
-    for name, path in (("demo", demo_path()), ("three", model_of(run))):
+    found = dict[str, Any]()
+
+    def measure(name: str, path: Path) -> None:
         setup = replace(run.setup(str(path), 2048, 4 << 30), pixels=SIDE * SIDE)
         few: tuple[str, ...] = ()
         if run.smoke:
             setup, few = replace(setup, seqs=18), ("--rows", "1,8,16,17", "--tokens", "6", "--long", "300")
         out = run.new_file(f"decode-{name}")
-        found = run.child(f"decode-{name}", "gpu.decode", json.dumps(asdict(setup)), str(out), *few, out=out, limit=400)
-        for figure in ("top1", "gap", "mean") if found is not None else ():
-            worst[figure] = max(worst.get(figure, 0.0), found[figure])
-            batches = ", ".join(f"{rows} rows {b[figure]:.2g}" for rows, b in found["batches"].items())
+        args = (json.dumps(asdict(setup)), str(out), *few)
+        found[name] = run.child(f"decode-{name}", "gpu.decode", *args, out=out, limit=run.first)
+
+    run.at_once(lambda: measure("demo", demo_path()), lambda: measure("three", model_of(run)))
+    worst = dict[str, float]()
+    for name, one in found.items():
+        for figure in ("top1", "gap", "mean") if one is not None else ():
+            worst[figure] = max(worst.get(figure, 0.0), one[figure])
+            batches = ", ".join(f"{rows} rows {b[figure]:.2g}" for rows, b in one["batches"].items())
             note = run.notes.get(f"decode_{figure}", "")
             run.notes[f"decode_{figure}"] = f"{note}{'; ' if note else ''}{name}: {batches}"
     run.values |= {f"decode_{figure}": value for figure, value in worst.items()}
 
 
+FIRST, ELSEWHERE = 240.0, 400.0
+"""Seconds that a part may take whose processes compile kernels beside others: on a card's machine, and without one,
+where they run one by one on few cores."""
+
+
 def layers(run: Run) -> None:
     """Layers at real sizes, with dependent launches and without."""
     few = () if run.device == "cuda" else ("--small", "--times", "2")
+    made = dict[str, Any]()
+
+    def measure(name: str, dependent: str) -> None:
+        out, variables = run.new_file(name), {DEPENDENT: dependent}
+        made[dependent] = run.child(name, "gpu.layers", str(out), *few, out=out, limit=run.first, variables=variables)
+
+    run.at_once(lambda: measure("layers", "1"), lambda: measure("layers-waiting", "0"))
     bits = list[dict[str, str]]()
-    for name, dependent in (("layers", "1"), ("layers-waiting", "0")):
-        out, left = run.new_file(name), os.environ.get(DEPENDENT)
-        os.environ[DEPENDENT] = dependent
-        try:
-            found = run.child(name, "gpu.layers", str(out), *few, out=out, limit=300)
-        finally:
-            os.environ.pop(DEPENDENT)
-            if left is not None:
-                os.environ[DEPENDENT] = left
+    for dependent in "10":
+        found = made.get(dependent)
         if found is None or not found["layers"]:
             continue
         bits.append(found["bits"])
@@ -102,10 +126,10 @@ DEPENDENT = "TRENCADIS_CUDA_DEPENDENT_LAUNCHES"
 
 def repeats(run: Run) -> None:
     """Every case of the kernels' benchmark many times."""
-    file = run.out / "repeats.json"
+    file = RESULTS / "repeats.json"
     file.unlink(missing_ok=True)
     few = ("--repeat", "100") if run.device == "cuda" else ("--interpret", "--repeat", "1")
-    found = run.child("repeats", "kernels", *few, "--out", str(run.out), out=file, limit=200)
+    found = run.child("repeats", "kernels", *few, "--out", str(RESULTS), out=file, limit=run.first)
     if found is not None:
         run.values["kernel_moved"] = sum(found["cases"].values())
         run.notes["kernel_moved"] = f"{len(found['cases'])} cases"
@@ -117,7 +141,7 @@ def kernels(run: Run) -> None:
         return
     file = run.out / "kernels.json"
     file.unlink(missing_ok=True)
-    found = run.child("kernels", "kernels", "--out", str(run.out), out=file, limit=240)
+    found = run.child("kernels", "kernels", "--out", str(run.out), out=file, limit=150)
     if found is not None:
         run.values |= kernel_values(found["cases"])
 
@@ -215,8 +239,8 @@ def demo(run: Run) -> None:
 def mixed(run: Run) -> None:
     """Mixed requests on the demo checkpoint after warm-up."""
     out, setup = run.new_file("mixed"), run.setup(str(demo_path()), 4096, 8 << 30)
-    few = ("--requests", "12", "--live", "6", "--longest", "20", "--side", "8") if run.smoke else ("--seconds", "150")
-    found = run.child("mixed", "gpu.mixed", json.dumps(asdict(setup)), str(out), *few, out=out, limit=300)
+    few = ("--requests", "12", "--live", "6", "--longest", "20", "--side", "8") if run.smoke else ("--seconds", "60")
+    found = run.child("mixed", "gpu.mixed", json.dumps(asdict(setup)), str(out), *few, out=out, limit=150)
     if found is None:
         return
     run.values |= {"captures": found["new_captures"], "jit": found["jit"]}
@@ -233,7 +257,7 @@ def paces(run: Run) -> None:
     few = ("--rows", "1,4", "--prompts", "128") if run.smoke else ()
     out = run.new_file("paces")
     args = (json.dumps(asdict(setup)), str(out), *few, "--profile")
-    found = run.child("paces", "gpu.paces", *args, out=out, limit=420)
+    found = run.child("paces", "gpu.paces", *args, out=out, limit=180)
     if found is None:
         return
     for claim, figure, least in (("paces", "tpot", 2), ("prompts", "ttft", 1)):
@@ -245,22 +269,28 @@ def paces(run: Run) -> None:
 
 
 def counters(run: Run) -> None:
-    """``ncu`` over five kernels, where it is installed; its tables are files."""
+    """``ncu`` over five kernels, where it is installed; its tables are in ``parts`` of gpu.json."""
     tool = shutil.which("ncu")
     if run.device != "cuda" or tool is None:
         print("counters: needs a card and ncu", flush=True)
         return
-    for number, case in enumerate(PROFILED):
+    tables = run.raw.setdefault("counters", {})
+    for case in PROFILED:
         left = min(60.0, run.end - time.monotonic())
         if left < 20:
             run.failures.append("counters: no time was left")
             return
-        file = run.out / f"ncu-{number}.csv"
-        profiled = [tool, "--csv", "--log-file", str(file), "--set", "basic", "-c", "8"]
+        file = RESULTS / "ncu.csv"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)
+        # The card's clocks are left as they are: ncu would set them otherwise.
+        profiled = [tool, "--clock-control", "none", "--csv", "--log-file", str(file), "--set", "basic", "-c", "8"]
         try:
             ended([*profiled, sys.executable, "-P", "-m", "benchmarks.kernels", "--only", case, "--repeat", "1"], left)
         except subprocess.TimeoutExpired:
             run.failures.append(f"counters, {case}: stopped after {left:.0f} s")
+        if file.exists():
+            tables[case] = file.read_text().splitlines()
 
 
 PROFILED = ("decode 16/2x128 bfloat16 16 rows x 2048", "prefill 16/2x128 bfloat16 16384", "int4, 1 rows, 37888 x 3584",
@@ -273,31 +303,49 @@ def tuner(run: Run) -> None:
     if run.device != "cuda":
         print("tuner: needs a card", flush=True)
         return
-    script(run, "tuner", 500.0, "tools/tune_kernels.py", "--heads", "128", "80", "--bits", "16", "--minutes", "8")
+    minutes = max((run.end - time.monotonic()) / 60 - 1, 1.0)
+    tuned = ("--heads", "128", "80", "--bits", "16", "--minutes", f"{min(minutes, 8.0):.1f}")
+    script(run, "tuner", 500.0, "tools/tune_kernels.py", *tuned)
 
 
 def tests(run: Run) -> None:
-    """The kernels' tests on the card, in twelve processes where pytest-xdist is installed."""
+    """The kernels' tests on the card, in eight processes where pytest-xdist is installed; card.xml has the outcomes."""
     if run.device != "cuda" or importlib.util.find_spec("pytest") is None:
         print("tests: need a card and pytest", flush=True)
         return
-    many = ("-n", "12") if importlib.util.find_spec("xdist") is not None else ()
-    report = f"--junitxml={run.out / 'card.xml'}"
-    script(run, "tests", 400.0, "-m", "pytest", "-q", "-x", *many, "tests/kernels", report)
+    many = ("-n", "8") if importlib.util.find_spec("xdist") is not None else ()
+    report = run.out / TESTED
+    report.unlink(missing_ok=True)
+    script(
+        run, "tests", run.first, "-m", "pytest", "-q", "--maxfail=40", *many, "tests/kernels", f"--junitxml={report}"
+    )
+
+
+TESTED = "card.xml"
+"""File of the outcomes of the kernels' tests."""
 
 
 def script(run: Run, name: str, limit: float, *args: str) -> None:
-    """Runs Python on ``args`` in the checkout until it ends or ``limit`` seconds are over."""
+    """Runs Python on ``args`` in the checkout until it ends or ``limit`` seconds are over.
+
+    Shortly before that it is interrupted, so that it can write what it has.
+    """
     left = min(limit, run.end - time.monotonic())
-    if left < 5:
+    if left < LAST_WORDS + 5:
         run.failures.append(f"{name}: no time was left")
         return
+    tool = shutil.which("timeout")
+    interrupt = [tool, "-s", "INT", f"{left - LAST_WORDS:.0f}"] if tool is not None else []
     try:
-        done = ended([sys.executable, *args], left, {"TRITON_INTERPRET": "0"})
+        done = ended([*interrupt, sys.executable, *args], left, {"TRITON_INTERPRET": "0"})
         if done.returncode:
             run.failures.append(f"{name}: ended with {done.returncode}: {done.stderr[-1000:]}")
     except subprocess.TimeoutExpired:
         run.failures.append(f"{name}: stopped after {left:.0f} s")
+
+
+LAST_WORDS = 15.0
+"""Seconds between an interrupt and the end."""
 
 
 def serve(run: Run) -> None:
@@ -337,7 +385,7 @@ def engine(run: Run) -> None:
 def quantised(run: Run) -> None:
     """Kernels of quantised weights, and a token of the random checkpoint with them beside one in bfloat16."""
     if run.device == "cuda":
-        out = run.out / "quantised"
+        out = RESULTS / "quantised"
         file = out / "kernels.json"
         file.unlink(missing_ok=True)
         found = run.child("quantised", "kernels", "--only", "quantised", "--out", str(out), out=file, limit=240)
@@ -392,11 +440,14 @@ def device_words(run: Run) -> tuple[str, ...]:
 
 
 PARTS: dict[str, Callable[[Run], None]] = {
-    "decode": decode, "layers": layers, "repeats": repeats, "three": three, "demo": demo, "mixed": mixed,
-    "paces": paces, "counters": counters, "kernels": kernels, "quantised": quantised, "tuner": tuner, "tests": tests,
-    "serve": serve, "engine": engine, "drafts": drafts, "adapters": adapters,
+    "decode": decode, "layers": layers, "repeats": repeats, "tests": tests, "mixed": mixed, "paces": paces,
+    "kernels": kernels, "serve": serve, "three": three, "demo": demo, "quantised": quantised, "counters": counters,
+    "tuner": tuner, "engine": engine, "drafts": drafts, "adapters": adapters,
 }  # fmt: skip
-"""The parts in the order in which they run: values before speed."""
+"""The parts in the order in which they run: values before speed, then by worth."""
+
+TOGETHER = ("decode", "layers", "repeats", "tests")
+"""Parts that run at once on a card's machine: they compile most of the time, and nothing of them is timed."""
 
 
 def card() -> str:
@@ -412,7 +463,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(PARTS), help="parts, comma-separated")
     parser.add_argument("--device", default="cuda", choices=("cuda", "twin", "cpu"))
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: checks that the parts run, judges nothing")
-    parser.add_argument("--minutes", type=float, default=29, help="stop every part after so long")
+    parser.add_argument("--minutes", type=float, default=9, help="stop every part after so long")
     parser.add_argument("--no-record", action="store_true", help="do not update the hardware pages")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.json and kernels.json")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of hardware.json and hardware.md")
@@ -427,7 +478,9 @@ def main() -> int:
         parser.error(f"--device {args.device} only goes with --smoke")
     run = Run(args.device, args.smoke, time.monotonic() + 60 * args.minutes, args.out.resolve())
     run.card = card()
-    run.run_parts(PARTS, names)
+    run.run_parts(PARTS, names, TOGETHER if args.device == "cuda" else ())
     recorded = args.device == "cuda" and not args.smoke and not args.no_record
     speed = ("--speed", str(run.out / "kernels.json")) if run.raw.get("kernels") else ()
-    return run.finish(args.docs.resolve() if recorded else None, *speed)
+    report = run.out / TESTED
+    tested = ("--card", str(report), "--name", run.card) if "tests" in names and report.is_file() else ()
+    return run.finish(args.docs.resolve() if recorded else None, *speed, *tested)

@@ -7,10 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -72,9 +75,14 @@ class PartRun:
     claims: ClassVar[Sequence[Claim]] = ()
     card: str = ""
     """The card's name; empty without one."""
+    _writes: threading.Lock = field(default_factory=threading.Lock)
 
-    def child(self, name: str, module: str, *args: str, out: Path | None = None, limit: float = 240.0) -> Any:
-        """Runs a module in its own process and returns its JSON, or None if it wrote none.
+    def child(
+        self, name: str, module: str, *args: str, out: Path | None = None, limit: float = 240.0,
+        variables: Mapping[str, str] | None = None,
+    ) -> Any:  # fmt: skip
+        """Runs a module in its own process, with ``variables`` in its environment, and returns its JSON, or None if it
+        wrote none.
 
         What it wrote before it failed or ran out of time counts.
         """
@@ -85,7 +93,7 @@ class PartRun:
         begun = time.monotonic()
         command = [sys.executable, "-P", "-m", f"benchmarks.{module}", *args]
         try:
-            done = ended(command, left)
+            done = ended(command, left, variables)
             if done.returncode:
                 self.failures.append(f"{name}: ended with {done.returncode}: {done.stderr[-2000:]}")
         except subprocess.TimeoutExpired as error:
@@ -128,18 +136,38 @@ class PartRun:
         }  # fmt: skip
         self.out.mkdir(parents=True, exist_ok=True)
         path = self.out / f"{self.kind}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        with self._writes:
+            path.write_text(json.dumps(result, indent=1) + "\n")
         return path
 
-    def run_parts(self, parts: Mapping[str, Callable[[Any], None]], names: Sequence[str]) -> None:
-        """Runs the parts that ``names`` lists, in the order of ``parts``; writes what is known after each."""
-        for name in [n for n in parts if n in names]:
+    def run_parts(
+        self, parts: Mapping[str, Callable[[Any], None]], names: Sequence[str], together: Sequence[str] = ()
+    ) -> None:
+        """Runs the parts that ``names`` lists, in the order of ``parts``; writes what is known after each.
+
+        Args:
+            together: parts that time nothing, so that they run at once and before all others.
+        """
+
+        def run_part(name: str) -> None:
             print(f"{name} begins, {self.end - time.monotonic():.0f} s are left", flush=True)
             try:
                 parts[name](self)
             except Exception as error:
                 self.failures.append(f"{name}: {type(error).__name__}: {error}")
             self.write()
+
+        asked = [n for n in parts if n in names]
+        self.run_together([partial(run_part, n) for n in asked if n in together])
+        for name in [n for n in asked if n not in together]:
+            run_part(name)
+
+    def run_together(self, calls: Sequence[Callable[[], object]]) -> None:
+        """Runs ``calls`` in threads at once, each of which waits for processes of its own."""
+        if calls:
+            with ThreadPoolExecutor(len(calls)) as pool:
+                for done in [pool.submit(call) for call in calls]:
+                    done.result()
 
     def finish(self, docs: Path | None, *more: str) -> int:
         """Prints and writes the results, updates the pages in ``docs``, and returns the exit code.

@@ -1,9 +1,13 @@
-"""One kernel launch to be timed, as the benchmark of kernels takes it. Imports torch alone."""
+"""One kernel launch to be timed, as the benchmark of kernels takes it, and Triton's interpreter for machines without a
+card. Imports torch alone.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -30,3 +34,22 @@ class Case:
     baselines: dict[str, Callable[[], object]] = field(default_factory=dict)
     check: Callable[[], float] | None = None
     reset: Callable[[], object] | None = None
+
+
+def use_interpreter(asked: bool) -> None:
+    """Has Triton interpret kernels, or compile them; to be called before Triton is imported.
+
+    Triton 3.6 converts an array of one value by ``int``, which numpy refuses from 2.4 on: here ``item`` does it.
+    """
+    os.environ["TRITON_INTERPRET"] = "1" if asked else "0"
+    if not asked:
+        return
+    from triton.runtime import interpreter
+
+    patch: Any = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched

@@ -14,7 +14,6 @@ import argparse
 import importlib
 import importlib.util
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -23,6 +22,8 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from benchmarks.kernels.case import use_interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("attention_cases", "sampling_cases", "small_cases", "layer_cases")
@@ -45,7 +46,7 @@ def main() -> int:
     parser.add_argument("--interpret", action="store_true", help="tiny sizes in Triton's interpreter: values, no speed")
     parser.add_argument("--repeat", type=int, default=0, help="runs whose bits are compared, instead of times")
     args = parser.parse_args()
-    os.environ["TRITON_INTERPRET"] = "1" if args.interpret else "0"
+    use_interpreter(args.interpret)
     import torch
 
     if args.interpret and args.repeat:

@@ -33,7 +33,8 @@ The model is the bundled demo. Exit code 0: no check failed; 1: one failed; 2: t
   --json             the report as JSON
   --quick            fewer shapes of each stage
   --only CHECK,...   checks whose names begin with these words, e.g. --only op.,padding
-  --dtype TYPE       float32 (the default if the device supports it), bfloat16 or float16
+  --dtype TYPE       float32, bfloat16, float16, or serve: what serve takes for a checkpoint in bfloat16 (default:
+                     float32 if the device supports it, which shows small errors, and then what serve takes)
   --policy NAME      another policy of the backend, e.g. cpu's padded
   --model FOLDER     another checkpoint
 """
@@ -53,35 +54,45 @@ def main(words: Sequence[str]) -> int:
     torch_detection.import_torch()
     suite = import_module(f"{devices.CONFORMANCE}.check_suite")
     subjects = import_module(f"{devices.CONFORMANCE}.backend_under_test")
-    subject = subjects.make_target(
-        asked.names[0], _find_model_folder(asked), dtype=asked.values.get("dtype", "auto"),
-        policy=asked.values.get("policy", ""), quick="quick" in asked.flags,
-    )  # fmt: skip
+    kinds = [asked.values["dtype"]] if "dtype" in asked.values else ["auto", "serve"]
+    targets = [
+        subjects.make_target(
+            asked.names[0], _find_model_folder(asked), dtype=kind, policy=asked.values.get("policy", ""),
+            quick="quick" in asked.flags,
+        )
+        for kind in kinds
+    ]  # fmt: skip
     only = [o for o in asked.values.get("only", "").split(",") if o]
     unknown = [o for o in only if not any(name.startswith(o) for name in suite.CHECKS)]
     if unknown:
         known = ", ".join(suite.CHECKS)
         raise StartupError(f"--only {unknown[0]}: no check has a name that begins with it; checks: {known}.")
-    return _run(suite, subject, only, "json" in asked.flags)
+    distinct = list({target.dtype: target for target in targets}.values())
+    return _run(suite, distinct, only, "json" in asked.flags)
 
 
-def _run(suite: ModuleType, subject: object, only: list[str], as_json: bool) -> int:
+def _run(suite: ModuleType, targets: Sequence[object], only: list[str], as_json: bool) -> int:
+    """Runs the checks on each target, one dtype of the same device each. JSON has the second one's under ``served``."""
     result = import_module(f"{devices.CONFORMANCE}.check_result")
 
     def tell(one: Any) -> None:
         if not as_json:
             print(result.line(one), flush=True)
 
-    report = suite.run(subject, only, tell)
+    reports = []
+    for target in targets:
+        reports.append(report := suite.run(target, only, tell))
+        if as_json:
+            continue
+        for note in report.notes:
+            print(f"note  {note}")
+        inherited = ", ".join(report.inherited) or "none"
+        print(f"ops inherited from the reference: {inherited}")
+        print(f"{report.summary()} on {report.label} in {report.dtype}", flush=True)
     if as_json:
-        print(json.dumps(report.as_dict(), indent=1))
-        return 0 if report.passed else 1
-    for note in report.notes:
-        print(f"note  {note}")
-    inherited = ", ".join(report.inherited) or "none"
-    print(f"ops inherited from the reference: {inherited}")
-    print(f"{report.summary()} on {report.label} in {report.dtype}")
-    return 0 if report.passed else 1
+        served = {"served": reports[1].as_dict()} if reports[1:] else {}
+        print(json.dumps(reports[0].as_dict() | served, indent=1))
+    return 0 if all(report.passed for report in reports) else 1
 
 
 def _find_model_folder(asked: CommandOptions) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,14 @@ def test_every_part_can_be_imported_and_mixed_runs_on_a_bare_machine() -> None:
     assert found["requests"] == 12 and set(found["ended"]) <= {"stop", "length"} and found["launches"] > 12
 
 
+@pytest.mark.long
+def test_the_kernels_tests_can_be_collected_on_a_bare_machine() -> None:
+    """One file that imports a package of the server's would keep all tests from running."""
+    command = '["-q", "--collect-only", "-p", "no:cacheprovider", "tests/kernels", "tests/cuda/test_card.py"]'
+    done = run_without_packages(f"import pytest\nsys.exit(pytest.main({command}))", "llguidance")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
 # The whole command
 
 
@@ -228,6 +237,50 @@ def test_figures_of_a_card_reach_the_page(on_card: Card) -> None:
     found = json.loads((on_card.out / "gpu.json").read_text())
     assert set(found["claims"]) == set(BY_ID) and not found["failures"] and found["machine"]["card"] == "NVIDIA Test"
     assert pages == [(ROOT / "docs" / f"hardware.{kind}").read_text() for kind in ("json", "md")]
+
+
+def test_values_are_measured_at_once_and_before_speed(on_card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process waits for all others that compile: run one after another, none would end."""
+    together, names = threading.Barrier(5, timeout=20), list[str]()
+
+    def child(command: list[str], left: float, variables: Any = None) -> Any:
+        if command[1] == "-P":
+            part = command[3].removeprefix("benchmarks.")
+            names.append(part)
+            if len(names) <= 5:
+                together.wait()
+            if part == "gpu.layers":
+                assert variables in ({run.DEPENDENT: "1"}, {run.DEPENDENT: "0"})
+        return on_card.child(command, left, variables)
+
+    for module in (run, part_runs):
+        monkeypatch.setattr(module, "ended", child)
+    assert run.main() == 0
+    assert sorted(names[:5]) == ["gpu.decode", "gpu.decode", "gpu.layers", "gpu.layers", "kernels"]
+    assert names[5] == "gpu.mixed"
+
+
+def test_all_that_is_worth_keeping_is_a_few_files(on_card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counters' tables are part of gpu.json, and the card's clocks stay as they are."""
+    commands = list[list[str]]()
+
+    def child(command: list[str], left: float, variables: Any = None) -> Any:
+        if command[0].endswith("ncu"):
+            commands.append(command)
+            Path(command[command.index("--log-file") + 1]).write_text("ID,Metric\n0,1\n")
+            return subprocess.CompletedProcess(command, 0, stderr="")
+        return on_card.child(command, left, variables)
+
+    for module in (run, part_runs):
+        monkeypatch.setattr(module, "ended", child)
+    monkeypatch.setattr(run.shutil, "which", lambda name: f"/opt/{name}" if name == "ncu" else None)  # type: ignore[attr-defined]
+    arguments = ["gpu", "--out", str(on_card.out), "--docs", str(on_card.out)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert run.main() == 0
+    assert sorted(p.name for p in on_card.out.iterdir()) == ["gpu.json", "hardware.json", "hardware.md", "kernels.json"]
+    tables = json.loads((on_card.out / "gpu.json").read_text())["parts"]["counters"]
+    assert tables == {case: ["ID,Metric", "0,1"] for case in run.PROFILED}
+    assert all(c[c.index("--clock-control") + 1] == "none" for c in commands)
 
 
 def test_two_halves_make_one_page(on_card: Card, monkeypatch: pytest.MonkeyPatch) -> None:

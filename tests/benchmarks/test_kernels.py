@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from benchmarks.gpu.claims import kernel_values
+from benchmarks.kernels import attention_cases, case
 from benchmarks.kernels import run as kernels
 from benchmarks.kernels.case import Case
 from tests.fakes import cuda as fake_cuda
+from tests.oracles import interpreter
 
 CPU = torch.device("cpu")
 
@@ -110,3 +112,23 @@ def test_a_case_that_fails_costs_only_itself(
     assert found[0]["baselines"]["none"].startswith("OutOfMemoryError") and found[0]["baselines"]["sdpa"] > 0
     assert set(kernel_values(found)) == {"decode16", "decode1"}
     assert (tmp_path / "kernels.png").is_file() and "FAILED  OutOfMemoryError" in capsys.readouterr().out
+
+
+def test_an_older_interpreter_reads_scalars_as_numpy_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 converts an array of one value by ``int``, which numpy refuses from 2.4 on."""
+    from triton.runtime import interpreter as triton_interpreter
+
+    newer = triton_interpreter._patch_lang_tensor
+
+    def older(tensor: Any, scope: Any) -> None:
+        newer(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data))
+
+    monkeypatch.setattr(triton_interpreter, "_patch_lang_tensor", older)
+    decode = next(c for c in attention_cases.cases(CPU, small=True) if " 1 rows" in c.name and c.check is not None)
+    assert decode.check is not None
+    with interpreter.uncorrected():
+        with pytest.raises(Exception, match="0-dimensional"):
+            decode.check()
+        case.use_interpreter(True)
+        assert decode.check() < kernels.AWAY

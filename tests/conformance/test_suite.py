@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from trencadis.assets import demo_path
 from trencadis.backends.conformance import check_suite
@@ -89,9 +90,25 @@ def test_exit_code_and_json(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert check_backend_and_compare_model.main(["cpu", "--quick", "--only", "op.silu_mul,op.reset", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["passed"] and [r["name"] for r in report["results"]] == ["op.silu_mul", "op.reset"]
+    served = report["served"]
+    assert (report["dtype"], served["dtype"]) == ("float32", "bfloat16"), "the type that serve takes is checked, too"
+    assert served["passed"] and [r["name"] for r in served["results"]] == ["op.silu_mul", "op.reset"]
+    command = ["cpu", "--quick", "--only", "op.reset", "--json", "--dtype"]
+    for asked, dtype in (("serve", "bfloat16"), ("float32", "float32")):
+        assert check_backend_and_compare_model.main([*command, asked]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["dtype"] == dtype and "served" not in report
     monkeypatch.setitem(check_suite.CHECKS, "op.silu_mul", broken)
     assert check_backend_and_compare_model.main(["cpu", "--quick", "--only", "op.silu_mul"]) == 1
     assert "fail  op.silu_mul" in capsys.readouterr().out
+
+
+def test_a_head_without_logits_has_the_shapes_of_its_bucket() -> None:
+    """In bfloat16 the CPU's greedy head takes the best ids as they are computed."""
+    target = make_target("cpu", DEMO, dtype="serve", quick=True)
+    assert target.dtype is torch.bfloat16
+    found = check_suite.run_check("shapes", check_suite.CHECKS["shapes"], target)
+    assert isinstance(found, Result) and found.status == "pass", found
 
 
 def test_an_error_of_the_backend_is_a_failure_and_not_an_end() -> None:

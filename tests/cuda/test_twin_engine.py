@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.oracles.thread_streams import watch_threads
 from tests.traffic.requests import Traffic
 from trencadis.assets import demo_path
 from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinFaults, TwinRuntime
@@ -93,6 +94,28 @@ def test_every_bucket_is_captured_and_nothing_compiles_after_warmup(make: Make, 
         launched,
     )
     check_books(engine)
+
+
+@pytest.mark.parametrize("flags", [{}, {"kv_offloading_size": 2.0**-6}, {"kv_cache_dtype": "int8", "async_depth": 0}])
+def test_no_thread_works_on_the_default_stream(
+    make: Make, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any]
+) -> None:
+    """Steps run on a thread of their own; what torch does there outside the runtime would be ordered with nothing."""
+    with watch_threads(monkeypatch) as found:
+        engine = make(warmup="skip", **flags)
+        tokens(engine, 40)
+    assert not found
+    assert engine.stats().host_hits or "kv_offloading_size" not in flags
+
+
+def test_steps_wait_for_nothing_once_their_results_had_room(make: Make) -> None:
+    """Page-locked memory for results is locked once, by calls that wait for the card; the same traffic locks none."""
+    engine = make(warmup="skip")
+    waits = runtime_of(engine).counts
+    tokens(engine, 40, aborts=0)
+    before = waits["implicit wait"]
+    tokens(engine, 40, aborts=0)
+    assert waits["implicit wait"] - before <= 2
 
 
 def lacking(engine: Engine) -> dict[str, str]:

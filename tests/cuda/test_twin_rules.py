@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.oracles.thread_streams import watch_threads
 from trencadis.backends.cuda.cpu_twin.cuda_rules import CaptureError
 from trencadis.backends.cuda.cpu_twin.twin_runtime import DeviceError, TwinFaults, TwinRuntime, parse
 from trencadis.backends.cuda.runtime_protocol import Stream
+from trencadis.backends.cuda.shape_policy import WORKSPACE
 from trencadis.backends.cuda.time_estimates.meta_launch_recorder import check_grid
 from trencadis.core.errors import StartupError
 
@@ -147,7 +150,72 @@ def test_a_graph_writes_over_what_another_one_left(runtime: TwinRuntime) -> None
     assert one.out.isnan().all() and other.out.tolist() == [3] * 4
 
 
+def test_a_graph_reads_nothing_in_the_workspace_of_another_one(runtime: TwinRuntime) -> None:
+    """Its address would be fixed, and the other graph's pool gives that memory to whatever it captures next."""
+    source, held = torch.ones(4), torch.zeros(4)
+    one = captured(runtime, lambda x: source + 1)
+    runtime.replay(one)
+    for pool in ("DECODE", "SAMPLE"):
+        with pytest.raises(CaptureError, match=r"SAMPLE\(1\) reads what DECODE\(1\) returned"):
+            captured(runtime, lambda x: one.out[:2] + 1, name="SAMPLE(1)", pool=pool)
+    runtime.launch("host", lambda x: held.copy_(one.out), None, STATIC)
+    captured(runtime, lambda x: held + 1, name="SAMPLE(1)", pool="SAMPLE")
+
+
+def test_what_a_graph_returned_ends_with_it(runtime: TwinRuntime) -> None:
+    source = torch.ones(4)
+    one = captured(runtime, lambda x: (source + 1, source.int() + 1))
+    runtime.replay(one)
+    out = one.out
+    assert out[0].tolist() == [2] * 4
+    runtime.release(one)
+    assert out[0].isnan().all() and set(out[1].tolist()) == {85}
+
+
+def test_products_take_a_workspace_from_their_pool(runtime: TwinRuntime) -> None:
+    """Once for all graphs of the pool, and not for graphs without a product."""
+    source = torch.ones(4, 4)
+    taken = []
+    for number, body in enumerate((lambda x: source + 1, lambda x: source @ source, lambda x: source @ source)):
+        before = runtime.accounted.taken
+        captured(runtime, body, name=f"DECODE({number})")
+        taken.append((runtime.accounted.taken - before) // WORKSPACE)
+    assert taken == [0, 1, 0]
+
+
 def test_a_grid_has_limits() -> None:
     check_grid(((1 << 31) - 1, 65_535, 65_535))
     with pytest.raises(ValueError, match=r"rope: 65536 programs along axis 1"):
         check_grid((1, 65_536), "rope")
+
+
+def in_a_thread(call: Any, name: str = "rank") -> None:
+    thread = threading.Thread(target=call, name=name)
+    thread.start()
+    thread.join()
+
+
+def test_another_thread_begins_on_the_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of the runtime have streams of their own there; torch's own calls on the device's memory have none."""
+    with watch_threads(monkeypatch) as found:
+        runtime = TwinRuntime()
+        area, host = runtime.buffer(64), torch.ones(64, dtype=torch.uint8)
+
+        def clear() -> None:
+            area.zero_()
+
+        def step() -> None:
+            runtime.upload(area, host)
+            runtime.launch("A", lambda inputs: area.add_(1), None, STATIC)
+            runtime.on_uploads(clear, [area])
+            graph = captured(runtime, lambda inputs: area + 1)
+            runtime.replay(graph)
+            runtime.download(host, area)
+            area[:8].view(torch.int32), host.add_(1)
+
+        step()
+        area.add_(1)
+        in_a_thread(step)
+        assert not found
+        in_a_thread(clear, "results")
+    assert found == {"aten.zero_ on the default stream of thread results"}

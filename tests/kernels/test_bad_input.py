@@ -166,3 +166,52 @@ def test_products_of_float32_are_exact(monkeypatch: pytest.MonkeyPatch, dtype: t
         assert torch.get_float32_matmul_precision() == left
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+REFUSED = "Triton Error [CUDA]: operation not supported"
+
+
+@pytest.mark.parametrize("refuses", ["", "launch", "capture"])
+def test_a_driver_that_refuses_dependent_launches(monkeypatch: pytest.MonkeyPatch, refuses: str) -> None:
+    """One line, and the same kernels one after another."""
+    from triton import knobs
+
+    from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinRuntime
+    from trencadis.backends.cuda.kernels import tile_sizes
+    from trencadis.backends.cuda.kernels.layers import dependent_launch
+
+    monkeypatch.setattr(dependent_launch._Driver, "refuses", False)
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    monkeypatch.setattr(tile_sizes, "arch_of", lambda device: 90)
+    calls = list[int]()
+
+    def probe(out: torch.Tensor) -> None:
+        calls.append(1)
+        if len(calls) == {"launch": 1, "capture": 2}.get(refuses):
+            raise RuntimeError(REFUSED)
+
+    monkeypatch.setattr(dependent_launch, "probe", probe)
+    runtime = TwinRuntime()
+    assert dependent_launch.possible(runtime.device)
+    note = support_checks.try_dependent_launch(runtime)
+    assert dependent_launch.possible(runtime.device) is not bool(refuses)
+    assert bool(note) is bool(refuses) and "\n" not in note
+    if refuses:
+        assert REFUSED in note and "one after another" in note
+        assert support_checks.try_dependent_launch(runtime) == "" and len(calls) < 3, "it is not tried again"
+    assert not any(runtime.pools.values())
+
+
+@pytest.mark.parametrize("wanted", ["0", "1"])
+def test_no_dependent_launch_is_tried_where_none_is_used(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    from triton import knobs
+
+    from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinRuntime
+    from trencadis.backends.cuda.kernels import tile_sizes
+    from trencadis.backends.cuda.kernels.layers import dependent_launch
+
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    monkeypatch.setattr(tile_sizes, "arch_of", lambda device: 90 if wanted == "0" else 89)
+    monkeypatch.setattr(dependent_launch, "_is_wanted", lambda: wanted == "1")
+    monkeypatch.setattr(dependent_launch, "probe", lambda out: pytest.fail("it was tried"))
+    assert support_checks.try_dependent_launch(TwinRuntime()) == ""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.oracles.transformers_model import Oracle, assert_same, conversation
-from tests.speculation.test_demo_answers import predict
+from tests.traffic.predicted_answers import predict
 from trencadis import LLM, SamplingParams
 from trencadis.backends.cuda import support_checks
 from trencadis.backends.cuda.kernels.layers import fused_verify_attention

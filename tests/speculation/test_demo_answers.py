@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ import torch
 
 from tests.speculation.test_eagle3 import head_at
 from tests.traffic.image_chats import Chat, make_conversations
+from tests.traffic.predicted_answers import predict
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.core.checkpoint.config_reader import load_config
-from trencadis.core.request import Request
-from trencadis.core.scheduling.draft_scheduler import DraftScheduler
 
 FLAGS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "batch_invariant": True,
@@ -40,21 +38,6 @@ def params_of(seed: int) -> SamplingParams:
         frequency_penalty=rng.choice([0.0, 0.3]), repetition_penalty=rng.choice([1.0, 1.1]), max_tokens=24,
         logit_bias=rng.choice([None, {40: 2.0}]), min_tokens=rng.choice([0, 8]), stop=rng.choice([[], ["a"]]),
     )  # fmt: skip
-
-
-def predict(llm: LLM, predicted: list[list[int]]) -> None:
-    """Adds a prediction to each request, in order: ``predicted`` with every tenth id changed."""
-    engine, texts = llm.engine, iter(predicted)
-    scheduler, add = engine.scheduler, engine.add
-    assert isinstance(scheduler.drafting, DraftScheduler)
-    config = replace(scheduler.drafting.config, method="")
-    scheduler.drafting = DraftScheduler(config, scheduler.limits, scheduler.totals)
-
-    def add_predicted(request: Request) -> None:
-        text = next(texts)
-        add(replace(request, prediction=[id ^ 1 if at % 10 == 9 else id for at, id in enumerate(text)]))
-
-    engine.add = add_predicted  # type: ignore[method-assign]
 
 
 def answers(

@@ -13,7 +13,7 @@ from tests.families.test_same_tokens import prompts
 from tests.families.text_checkpoints import CASES, family_checkpoint
 from tests.oracles.transformers_model import GAP, make_image
 from tests.speculation.test_cpu_answers import draft_by, engine_of
-from tests.speculation.test_demo_answers import predict
+from tests.traffic.predicted_answers import predict
 from tests.vision.all_families.family_list import WRITERS
 from trencadis import LLM
 from trencadis import SamplingParams as Params

@@ -1,20 +1,63 @@
-"""Rules of CUDA that a CPU does not impose, for the twin's runtime: what a capture permits, memory whose allocation
-waits for the card, and events that are complete only some time after they were recorded.
+"""Rules of CUDA that a CPU does not impose, for the twin's runtime: how much memory there is, what a capture permits,
+memory whose allocation waits for the card, events that are complete only some time after they were recorded, and the
+stream of each thread.
 
 From the CUDA C++ Programming Guide ("CUDA Graphs: Creating a Graph Using Stream Capture", "Implicit Synchronization",
-"Lazy Loading") and the runtime's reference ("Stream Management", "Event Management").
+"Lazy Loading") and the runtime's reference ("Stream Management", "Event Management", "Stream synchronization
+behavior").
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trencadis.core.device.backend import OutOfDeviceMemory
+
 ORIGIN = "programs"
 """The stream that begins and ends a capture."""
+
+
+SIZE = 8 << 30
+"""Bytes that a twin accounts for without backing them: enough for a KV cache and for captures."""
+
+
+@dataclass
+class TwinMemory:
+    """A card's memory as numbers; ``core.device.backend.Memory``."""
+
+    size: int = SIZE
+    taken: int = 0
+
+    def total(self) -> int:
+        return self.size
+
+    def free(self) -> int:
+        return self.size - self.taken
+
+    def real_kv_bytes(self) -> int | None:
+        return None
+
+    def take(self, count: int) -> None:
+        """Charges ``count`` bytes.
+
+        Raises:
+            OutOfDeviceMemory: fewer are free.
+        """
+        if count > self.free():
+            raise OutOfDeviceMemory(f"CUDA out of memory (twin): {count} bytes asked, {self.free()} free")
+        self.taken += count
+
+    def release(self, count: int) -> None:
+        """Releases ``count`` bytes."""
+        self.taken -= count
 
 
 class CaptureError(RuntimeError):
@@ -103,3 +146,35 @@ class PinnedBlocks:
 
     def _give(self, size: int) -> None:
         self._free[size] += 1
+
+
+DEFAULT_STREAM = "default"
+"""The stream of a thread that has made no other current. Streams of a runtime, which torch makes non-blocking, neither
+wait for it nor does it wait for them.
+"""
+
+
+class ThreadStreams:
+    """The current stream of each thread: the default one, but in the thread that makes this object, and within ``on``.
+
+    A call of torch outside a call of the runtime runs there.
+    """
+
+    def __init__(self) -> None:
+        self._here = threading.local()
+        self._here.stream = ORIGIN
+
+    @property
+    def current(self) -> str:
+        """The calling thread's stream."""
+        return getattr(self._here, "stream", DEFAULT_STREAM)
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        """Makes a stream the calling thread's current one."""
+        before = self.current
+        self._here.stream = stream
+        try:
+            yield
+        finally:
+            self._here.stream = before

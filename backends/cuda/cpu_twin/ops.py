@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.cpu_offloaded_layers import HostLayerOps
-from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinMemory
+from trencadis.backends.cuda.cpu_twin.cuda_rules import TwinMemory
 from trencadis.backends.cuda.weights.quantised_weight import (
     NEWEST,
     QuantisedWeight,

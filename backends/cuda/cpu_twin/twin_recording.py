@@ -6,7 +6,7 @@ that became a constant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,6 +21,9 @@ HOST_READS = (
     "equal", "is_nonzero", "bincount", "histc",
 )  # fmt: skip
 """Calls whose result depends on values, which a capture cannot hold."""
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
+"""Calls that a card runs by its library of products."""
 
 INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
 """Calls that count the true elements of a mask on the host, if their index is a mask."""
@@ -101,6 +104,15 @@ class TwinRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive.append(t)
         self._made_at.append(len(self.steps))
         return slot
+
+    @property
+    def multiplies(self) -> bool:
+        """True if the launch has a product, for which a card's library takes a workspace."""
+        return any(func.overloadpacket.__name__ in PRODUCTS for func, *_ in self.steps)
+
+    def reads(self, tensors: Iterable[Tensor]) -> bool:
+        """Returns True if the launch took one of these tensors from before it, or a view of it."""
+        return any(t.untyped_storage().data_ptr() in self._standing for t in tensors)
 
     def close(self, out: object) -> None:
         """Ends the recording. Every replay overwrites the tensors of ``out``; other results of the launch are freed."""

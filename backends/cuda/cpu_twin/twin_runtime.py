@@ -9,7 +9,7 @@ import signal
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -19,18 +19,23 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from trencadis.backends.cuda.cpu_twin.cuda_rules import CaptureError, CaptureOrder, PinnedBlocks
+from trencadis.backends.cuda.cpu_twin.cuda_rules import (
+    SIZE,
+    CaptureError,
+    CaptureOrder,
+    PinnedBlocks,
+    ThreadStreams,
+    TwinMemory,
+)
 from trencadis.backends.cuda.cpu_twin.twin_recording import LaunchReads, TwinRecording
 from trencadis.backends.cuda.runtime_protocol import Array, CudaEvent, Graph, Stream
+from trencadis.backends.cuda.shape_policy import WORKSPACE
 from trencadis.backends.fault_injection_hooks import STEP, Hooks
 from trencadis.core.device.backend import Body, Memory, OutOfDeviceMemory
 from trencadis.core.errors import StartupError
 from trencadis.core.graphs.graph_manager import WallStopwatch
 
 HOST = "host"
-SIZE = 8 << 30
-"""Bytes that a twin accounts for without backing them: enough for a KV cache and for captures."""
-
 CALL = 128
 """Bytes per call of a graph: an assumption, like the twin's total memory."""
 
@@ -78,36 +83,9 @@ class TwinGraph:
         self.nodes = CALL * len(recording.steps)
         self.own = self.nodes + recording.kept
 
-
-@dataclass
-class TwinMemory:
-    """A card's memory as numbers; ``core.device.backend.Memory``."""
-
-    size: int = SIZE
-    taken: int = 0
-
-    def total(self) -> int:
-        return self.size
-
-    def free(self) -> int:
-        return self.size - self.taken
-
-    def real_kv_bytes(self) -> int | None:
-        return None
-
-    def take(self, count: int) -> None:
-        """Charges ``count`` bytes.
-
-        Raises:
-            OutOfDeviceMemory: fewer are free.
-        """
-        if count > self.free():
-            raise OutOfDeviceMemory(f"CUDA out of memory (twin): {count} bytes asked, {self.free()} free")
-        self.taken += count
-
-    def release(self, count: int) -> None:
-        """Releases ``count`` bytes."""
-        self.taken -= count
+    def list_outputs(self) -> list[Tensor]:
+        """Returns the outputs that lie in the workspace of the graph's pool."""
+        return [t for t in leaves(self.out) if id(t) in self.recording.temporary]
 
 
 @dataclass
@@ -205,6 +183,9 @@ class TwinRuntime:
         """Streams and events of the capture in progress."""
         self._capturing_thread = 0
         self._pinned = PinnedBlocks()
+        self.streams = ThreadStreams()
+        self.held: dict[int, int] = {}
+        """Addresses of memory of the device: end by begin."""
         self._lost: DeviceError | None = None
         """The error that lost the device; from then on every call raises it."""
 
@@ -217,6 +198,8 @@ class TwinRuntime:
         self.accounted.take(size)
         weakref.finalize(array, self.accounted.release, size)
         made = torch.from_numpy(array)
+        self.held[made.data_ptr()] = made.data_ptr() + size
+        weakref.finalize(array, self.held.pop, made.data_ptr(), None)
         self._call("zeros", Stream.PROGRAMS.value, writes=(made,))
         return made
 
@@ -304,18 +287,21 @@ class TwinRuntime:
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         self._call("upload", Stream.UPLOADS.value, reads=(source,), writes=(target,))
-        target.copy_(source)
+        with self.streams.on(Stream.UPLOADS.value):
+            target.copy_(source)
 
     def download(self, target: Tensor, source: Tensor) -> None:
         self._call("download", Stream.DOWNLOADS.value, reads=(source,), writes=(target,))
-        target.copy_(source)
+        with self.streams.on(Stream.DOWNLOADS.value):
+            target.copy_(source)
 
     def on_uploads(self, call: Callable[[], None], writes: Sequence[Tensor]) -> None:
         """Runs ``call()``; later reads of ``writes`` by a launch are recorded."""
         self._call("upload", Stream.UPLOADS.value, writes=writes)
         for t in writes:
             self._watched[t.data_ptr()] = max(self._watched.get(t.data_ptr(), t), t, key=Tensor.numel)
-        call()
+        with self.streams.on(Stream.UPLOADS.value):
+            call()
 
     def upload_weights(self, target: Tensor, source: Tensor) -> None:
         """Copies weights; later reads of ``target`` by a launch are recorded."""
@@ -323,7 +309,8 @@ class TwinRuntime:
         before = self._watched.get(target.data_ptr(), target)
         self._watched[target.data_ptr()] = max(before, target, key=Tensor.numel)
         self._uploading_weights = True
-        target.copy_(source)
+        with self.streams.on(Stream.WEIGHTS.value):
+            target.copy_(source)
         self._uploading_weights = False
 
     def note_read(self, t: Tensor) -> None:
@@ -335,7 +322,7 @@ class TwinRuntime:
 
     def launch(self, name: str, body: Body, inputs: object, static: Tensor) -> Any:
         self._shapes.add(kernel_key(name, inputs))
-        with torch.no_grad(), self._watch_reads():
+        with self.streams.on(Stream.PROGRAMS.value), torch.no_grad(), self._watch_reads():
             out = body(inputs)
         self._call("launch", Stream.PROGRAMS.value, name, reads=(static,), writes=leaves(out))
         return out
@@ -358,15 +345,20 @@ class TwinRuntime:
         self._inner, self._order = [], CaptureOrder()
         self._capturing_thread = threading.get_ident()
         try:
-            with torch.no_grad(), TwinRecording() as recording, self._watch_reads():
+            with (
+                self.streams.on(Stream.PROGRAMS.value), torch.no_grad(), TwinRecording() as recording,
+                self._watch_reads(),
+            ):  # fmt: skip
                 out = body(inputs)
             self._order.end()
+            self._check_inputs(name, recording)
         finally:
             inner, self._inner, self._order = self._inner, None, None
         recording.close(out)
         self._note_implicit_wait("a graph")
         graph = TwinGraph(name, pool, recording, out, static, inner)
-        work = max(recording.bytes - self._work.get(pool, 0), 0)
+        asked = recording.bytes + (WORKSPACE if recording.multiplies else 0)
+        work = max(asked - self._work.get(pool, 0), 0)
         self.accounted.take(graph.own + work)
         self._work[pool] = self._work.get(pool, 0) + work
         self.pools.setdefault(pool, []).append(graph)
@@ -379,8 +371,9 @@ class TwinRuntime:
         self._call("replay", Stream.PROGRAMS.value, graph.name, reads=(graph.static,), writes=written)
         if self.calls is not None:
             self.calls += graph.calls
-        self._overwrite_others(graph)
-        graph.recording.replay()
+        with self.streams.on(Stream.PROGRAMS.value):
+            self._overwrite_others(graph)
+            graph.recording.replay()
         self._fresh[graph.pool] = graph
 
     def _overwrite_others(self, graph: TwinGraph) -> None:
@@ -389,9 +382,20 @@ class TwinRuntime:
         if last is None or last is graph or last not in self.pools[graph.pool]:
             return
         own = {t.untyped_storage().data_ptr() for t in leaves(graph.out)}
-        for t in leaves(last.out):
-            if t.untyped_storage().data_ptr() not in own and id(t) in last.recording.temporary:
-                t.fill_(torch.nan if t.is_floating_point() else 85)
+        _overwrite(t for t in last.list_outputs() if t.untyped_storage().data_ptr() not in own)
+
+    def _check_inputs(self, name: str, recording: TwinRecording) -> None:
+        """Checks what a capture reads.
+
+        Raises:
+            CaptureError: it reads what another graph returned.
+        """
+        for graph in (g for graphs in self.pools.values() for g in graphs):
+            if recording.reads(graph.list_outputs()):
+                raise CaptureError(
+                    f"{name} reads what {graph.name} returned: that lies in the workspace of its pool, which other "
+                    "graphs write to"
+                )
 
     def _watch_reads(self) -> AbstractContextManager[object]:
         return nullcontext() if self.calls is None else LaunchReads(self.note_read)
@@ -402,6 +406,7 @@ class TwinRuntime:
         """
         assert isinstance(graph, TwinGraph)
         self.pools[graph.pool].remove(graph)
+        _overwrite(graph.list_outputs())
         back = graph.nodes
         self._released[graph.pool] += graph.own - graph.nodes
         if not self.pools[graph.pool]:
@@ -459,6 +464,13 @@ def kernel_key(name: str, inputs: object) -> tuple[str, ...]:
     """Returns what the kernels of a launch are compiled for: shapes, types and the divisibility of addresses."""
     kinds = ((tuple(t.shape), t.dtype, t.data_ptr() % DIVISIBLE == 0) for t in leaves(inputs))
     return name, *map(str, kinds)
+
+
+def _overwrite(tensors: Iterable[Tensor]) -> None:
+    """Writes over what a card may give to others."""
+    with torch.no_grad():
+        for t in tensors:
+            t.fill_(torch.nan if t.is_floating_point() else 85)
 
 
 def leaves(tree: object) -> list[Tensor]:

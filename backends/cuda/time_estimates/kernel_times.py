@@ -125,6 +125,7 @@ class RecordedKernel:
         codes: quantised values that it decodes, each as often as a tile of rows does.
         instructions: of a lane for each of them.
         programs: of its grid; 0: unknown.
+        rate: of its operations, over those of 16 bits.
     """
 
     name: str
@@ -134,6 +135,7 @@ class RecordedKernel:
     codes: int = 0
     instructions: float = 0.0
     programs: int = 0
+    rate: float = 1.0
 
 
 LANES = 128
@@ -150,7 +152,7 @@ def compute_kernel_seconds(kernel: RecordedKernel, card: CardTimes) -> float:
     computing = card.attention_flops_share if kernel.kind == ATTENTION else card.flops_share
     return max(
         kernel.bytes / (card.bandwidth * share),
-        kernel.flops / (card.flops * computing) * wave_factor(kernel.programs, card.processors),
+        kernel.flops / (card.flops * computing * kernel.rate) * wave_factor(kernel.programs, card.processors),
         kernel.codes * kernel.instructions / (card.processors * LANES * card.clock),
         card.least,
     )

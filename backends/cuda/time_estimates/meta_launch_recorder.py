@@ -51,8 +51,10 @@ META = torch.device("meta")
 CHUNK = 8192
 """Tokens of a launch of a prompt, at most."""
 
-LIBRARY_TILE = (128, 256)
-"""Rows and columns of a program of a library's product, as cuBLAS has them for large products on an H100."""
+LIBRARY_TILES = ((128, 256), (128, 128), (64, 128))
+"""Rows and columns of a program of a library's product: as cuBLAS has them for large products on an H100, and smaller
+ones, which it takes where large ones would leave processors without work.
+"""
 
 DECODING = {INT4: 6.9, INT8: 2.0, E4M3: 2.0, E5M2: 2.0}
 """Kind of codes -> instructions of a lane for each of them. Those of 4 bits are counted: a trip of
@@ -60,7 +62,13 @@ DECODING = {INT4: 6.9, INT8: 2.0, E4M3: 2.0, E5M2: 2.0}
 are assumed.
 """
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
+ROUNDED_PRODUCT = "_scaled_mm"
+"""Torch's product of 8-bit floats by 8-bit floats."""
+
+EIGHT_BITS = 2.0
+"""Rate of products of 8 bits by 8 bits, over that of 16 bits."""
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", ROUNDED_PRODUCT)
 NO_KERNEL = (
     "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "view", "_unsafe_view", "reshape",
     "_reshape_alias", "transpose", "t", "split", "split_with_sizes", "slice", "select", "unsqueeze", "squeeze",
@@ -84,6 +92,14 @@ def check_grid(grid: tuple[int, ...], name: str = "") -> None:
             raise ValueError(f"{name}: {count} programs along axis {axis} of a grid, of at most {most}")
 
 
+def choose_programs(rows: int, columns: int, processors: int) -> int:
+    """Returns the programs of a library's product [rows, columns]: of the largest tile that gives every processor one,
+    or of the smallest.
+    """
+    counts = [-(-rows // m) * -(-columns // n) for m, n in LIBRARY_TILES]
+    return next((count for count in counts if count >= processors), counts[-1])
+
+
 class KernelRecorder:
     """Records the kernels that a step launches, instead of launching them: ``with
     KernelRecorder(...).recording():``.
@@ -91,10 +107,12 @@ class KernelRecorder:
     Args:
         context: keys of each row.
         seen: keys that all tokens see together; 0: each row has one token, which sees all of its row's.
+        processors: of the card.
     """
 
-    def __init__(self, context: Sequence[int], seen: int = 0) -> None:
+    def __init__(self, context: Sequence[int], seen: int = 0, processors: int = 132) -> None:
         self.kernels: list[RecordedKernel] = []
+        self._processors = processors
         self._context = context
         self._seen = seen or sum(context)
 
@@ -107,6 +125,7 @@ class KernelRecorder:
         found = _READS.get(name, _all_bytes)(args, self._context)
         kind = ATTENTION if name in ATTENDING else HEAD if name in HEADS else ROWS
         flops = codes = 0
+        rate = EIGHT_BITS if args.get("ROUNDED") and args.get("KIND") == INT8 else 1.0
         if name in ATTENDING[:-1]:
             flops = 4 * self._seen * args["out"].shape[1] * args["out"].shape[2]
         if name.startswith(("quantised", "experts", "skinny", "coded_skinny")):
@@ -122,10 +141,13 @@ class KernelRecorder:
             flops = 2 * args["x"].shape[0] * codes
         if name == "decoding_kernel":
             codes = args["out"].numel()
+        if name in EXPERTS:
+            flops, programs = 2 * len(args["out"]) * args["weight"][0].numel(), 0
         each = DECODING.get(args.get("KIND", -1), 0.0)
         if name in _STATE_PRODUCTS:
             codes, each = _STATE_PRODUCTS[name](args), 1.0
-        self.kernels.append(RecordedKernel(name, kind, found, flops, codes, each, programs if flops else 0))
+        waves = programs if flops else 0
+        self.kernels.append(RecordedKernel(name, kind, found, flops, codes, each, waves, rate))
 
     def record_call(self, name: str, args: object, out: object) -> None:
         """Records a call of torch."""
@@ -134,11 +156,12 @@ class KernelRecorder:
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         moved = sum(t.nbytes for t in (*given, *made))
         if name in PRODUCTS:
-            x, w = positional[-2:]
+            x, w = positional[:2] if name == ROUNDED_PRODUCT else positional[-2:]
             rows, columns = x.shape[-2], w.shape[-1]
-            programs = -(-rows // LIBRARY_TILE[0]) * -(-columns // LIBRARY_TILE[1])
+            programs = choose_programs(rows, columns, self._processors)
             flops = 2 * rows * x.shape[-1] * columns
-            self.kernels.append(RecordedKernel(name, PRODUCT, moved, flops, programs=programs))
+            rate = EIGHT_BITS if name == ROUNDED_PRODUCT else 1.0
+            self.kernels.append(RecordedKernel(name, PRODUCT, moved, flops, programs=programs, rate=rate))
         elif name not in NO_KERNEL:
             self.kernels.append(RecordedKernel(name, ROWS, moved))
 
@@ -183,6 +206,9 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 ATTENDING = ("items_kernel", "turned_items_kernel", "verify_items_kernel", "join_kernel")
+EXPERTS = ("experts_kernel", "experts_down_kernel")
+"""Products of pairs of a token and an expert."""
+
 HEADS = ("greedy_parts_kernel", "greedy_pick_kernel", "parts_kernel", "draw_kernel", "told_kernel")
 
 
@@ -202,6 +228,13 @@ def _skinny_bytes(args: KernelArguments, context: Sequence[int]) -> int:
     parts = {id(args[name]): args[name] for name in ("x", "added", "residual", "out")}
     sums = 2 * args["sums"].nbytes if args["PIECES"] > 1 else 0
     return int(args["weight"].nbytes + sum(t.nbytes for t in parts.values()) + sums)
+
+
+def _expert_bytes(args: KernelArguments, context: Sequence[int]) -> int:
+    """Returns the bytes of the experts that some pair has, as many as of experts chosen at random, and of the pairs."""
+    count, pairs = len(args["weight"]), len(args["out"])
+    share = 1 - (1 - 1 / count) ** pairs
+    return int(share * args["weight"].nbytes + args["x"].nbytes + args["out"].nbytes)
 
 
 def _join_bytes(args: KernelArguments, context: Sequence[int]) -> int:
@@ -258,6 +291,7 @@ _READS: dict[str, Callable[[KernelArguments, Sequence[int]], int]] = {
     "turned_items_kernel": _attention_bytes,
     "verify_items_kernel": _attention_bytes,
     "skinny_kernel": _skinny_bytes,
+    **dict.fromkeys(EXPERTS, _expert_bytes),
     "join_kernel": _join_bytes,
     "decoding_kernel": lambda args, context: args["out"].nbytes + args["out"].shape[0] * args["codes"].shape[1],
     "rope_kernel": _rotary_bytes,
@@ -343,7 +377,7 @@ class DecodeRecorder:
         text = self.config.text
         sizes = self._sizes(blocks)
         seen = rows * (width * context + width * (width + 1) // 2)
-        recorder = self.card.comm.recorder = KernelRecorder([context + width] * rows, seen)
+        recorder = self.card.comm.recorder = KernelRecorder([context + width] * rows, seen, self.processors)
         bucket = Bucket(Stage.VERIFY, (rows,), verify_variant(width)) if width > 1 else Bucket(Stage.DECODE, (rows,))
         launch = _tensors(arrays(bucket, _equal_rows(rows, width, context, blocks), sizes))
         inputs = head_inputs([SampleRow(1 + i, 1 + i // width, Sample(full=draws)) for i in range(tokens)], text.vocab)
@@ -382,7 +416,7 @@ class DecodeRecorder:
         text = self.config.text
         sizes = self._sizes(blocks)
         seen = tokens * before + tokens * (tokens + 1) // 2
-        recorder = self.card.comm.recorder = KernelRecorder([before + tokens], seen)
+        recorder = self.card.comm.recorder = KernelRecorder([before + tokens], seen, self.processors)
         inputs = _equal_rows(1, tokens, before, blocks)
         launch = _tensors(arrays(Bucket(Stage.PREFILL, (tokens, 1)), inputs, sizes))
         head = head_inputs([SampleRow(1, 1, Sample(full=False))], text.vocab)

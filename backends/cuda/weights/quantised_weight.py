@@ -113,6 +113,8 @@ def _rounds(kind: int, q: QTensor, arch: int) -> bool:
 
 
 def _check_finite(data: Tensor, kind: int) -> None:
+    if data.is_meta:  # plan --time: there are no values
+        return
     size = data & 0x7F
     if bool((size == 0x7F).any() if kind == E4M3 else (size >= 0x7C).any()):
         raise StartupError("a weight holds 8-bit floats that are not finite; the checkpoint is damaged")

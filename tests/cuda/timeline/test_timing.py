@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.times import MODELS, PUBLISHED, Published, estimate, text_of
+from benchmarks.gpu.times import MODELS, PUBLISHED, SHORT, Published, estimate, text_of
+from benchmarks.gpu.times_table import table_lines
 from benchmarks.host.step import Load
 from benchmarks.host.timeline import played, recorded
 from tests.plan.test_states import LARGE
@@ -25,9 +26,10 @@ from trencadis.backends.cuda.time_estimates.kernel_times import (
     step_time,
     time_of,
 )
-from trencadis.backends.cuda.time_estimates.meta_launch_recorder import DecodeRecorder
+from trencadis.backends.cuda.time_estimates.meta_launch_recorder import EXPERTS, DecodeRecorder, choose_programs
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.quant_config import online
 from trencadis.core.devices import timer
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.launch_costs import layers_values
@@ -107,7 +109,7 @@ LAYER = {
 
 
 @pytest.mark.parametrize("rows", LAYER)
-@pytest.mark.parametrize("name", [*MODELS, "Llama 8B"])
+@pytest.mark.parametrize("name", ["3B", "7B", "72B", "Llama 8B"])
 def test_a_tape_holds_what_serving_launches(name: str, rows: int) -> None:
     """Kernels of a layer by name, and the bytes of weights and keys, for the sizes of real models: up to 16 rows a
     layer has six kernels, and ranks' sums beside them."""
@@ -219,6 +221,50 @@ def test_plan_prints_the_times(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_plan_prints_the_times_of_quantised_weights(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Codes have no values there."""
+    assert plan(["--device", "cuda", "--memory", "80GiB", "--time", "--quantization", kind]) == 0
+    said = capsys.readouterr().out
+    assert said.count(" rows: TPOT ") == 3 and "prompt of 2,048 tokens: TTFT" in said
+
+
+def test_products_of_eight_bits_run_at_twice_the_rate() -> None:
+    on = kernel_times.card("H100")
+    model = replace(MODELS["7B"][0](), quant=online("fp8"))
+    (launch,) = DecodeRecorder(model).prompt(2048)
+    rounded = [k for k in launch if k.name == "_scaled_mm"]
+    assert len(rounded) == 4 * model.text.layers and {k.rate for k in rounded} == {2.0}
+    assert sum(k.flops for k in rounded) == 2 * 2048 * layers_values(model.text)
+    slow, fast = (compute_kernel_seconds(replace(rounded[0], rate=rate), on) for rate in (1.0, 2.0))
+    assert slow == pytest.approx(2 * fast)
+
+
+@pytest.mark.parametrize(("rows", "experts"), [(1, 7.8), (16, 81), (256, 128)])
+def test_a_step_reads_the_experts_that_its_tokens_have(rows: int, experts: float) -> None:
+    """Eight of 128 for a token, and for more rows those that random choices would leave out of none."""
+    model = MODELS["30B-A3B"][0]()
+    found = [k for k in DecodeRecorder(model).step(rows, 100) if k.name in EXPERTS]
+    assert len(found) == 2 * model.text.layers
+    each = 3 * 2048 * 768
+    assert sum(k.bytes for k in found) / model.text.layers == pytest.approx(2 * each * experts, rel=0.03)
+    assert sum(k.flops for k in found) == 2 * 8 * rows * each * model.text.layers
+
+
+def test_a_library_takes_the_tile_that_leaves_no_processor_idle() -> None:
+    assert choose_programs(8192, 8192, 132) == 64 * 32, "large products: the largest tile"
+    assert choose_programs(128, 4096, 132) == 64, "of 16, 32 and 64 programs the most"
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int4"])
+def test_the_table_has_vllm_beside_each_figure(kind: str) -> None:
+    made, ranks = MODELS["3B"]
+    head, _, line = table_lines({"3B": (made(), ranks)}, "H100", 1024, (kind,))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[:2] == ["3B", kind] and len(cells) == head.count("|") - 1 == 10
+    assert all(re.fullmatch(r"[\d.,]+ / [\d.,]+", cell) for cell in cells[2:]), cells
+
+
 def test_other_devices_have_no_figures() -> None:
     with pytest.raises(StartupError, match="not for cpu"):
         timer("cpu")
@@ -239,6 +285,12 @@ def test_no_device_waits_for_the_recorded_host(rows: int) -> None:
 @pytest.mark.parametrize("figure", PUBLISHED, ids=lambda f: f"{f.engine} {f.model} {f.prompt or f.rows}")
 def test_published_figures_are_within_fifteen_percent(figure: Published) -> None:
     assert abs(estimate(figure) / figure.seconds - 1) <= 0.15, (estimate(figure), figure)
+
+
+@pytest.mark.parametrize("figure", SHORT, ids=lambda f: f.model)
+def test_short_prompts_are_estimated_too_low(figure: Published) -> None:
+    """The engine's own host is not part of the estimate."""
+    assert 0.6 < estimate(figure) / figure.seconds < 1
 
 
 def test_a_kernel_takes_some_time_at_the_least() -> None:

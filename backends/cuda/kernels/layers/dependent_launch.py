@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton import knobs
 
 from trencadis.backends.cuda.kernels import tile_sizes
@@ -29,11 +30,22 @@ LEAST = 90
 
 
 def possible(device: torch.device) -> bool:
-    """True if kernels on ``device`` use programmatic dependent launch, which the interpreter and other cards cannot,
-    and which TRENCADIS_CUDA_DEPENDENT_LAUNCHES=0 turns off.
+    """True if kernels on ``device`` use programmatic dependent launch, which the interpreter, other cards and some
+    drivers cannot, and which TRENCADIS_CUDA_DEPENDENT_LAUNCHES=0 turns off.
     """
     able = in_use().runs_ptx and not knobs.runtime.interpret and tile_sizes.arch_of(device) >= LEAST
-    return able and _is_wanted()
+    return able and _is_wanted() and not _Driver.refuses
+
+
+class _Driver:
+    """The driver of this process' card."""
+
+    refuses = False
+
+
+def refuse() -> None:
+    """Turns dependent launches off in this process."""
+    _Driver.refuses = True
 
 
 @cache
@@ -59,3 +71,14 @@ def fetch(pointers):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def _probe_kernel(out):
+    wait()
+    tl.store(out, 1)
+
+
+def probe(out: Tensor) -> None:
+    """Starts one dependent launch, which writes 1 to the int32 ``out``."""
+    _probe_kernel[(1,)](out, num_warps=1, **options(True))
