@@ -53,6 +53,9 @@ LABEL, BRANCH = re.compile(r"^\s*(\$\w+):"), re.compile(r"\bbra(?:\.uni)?\s+(\$\
 GUARDED, STAGED, UNGUARDED = "barrier", "stage", "none"
 """What stands between a wait for a product and the next write of shared memory."""
 
+NO_WAIT = "no wait"
+"""A kernel without waits for products by warp groups, or of one group alone."""
+
 
 def guard(ptx: str) -> str:
     """Returns the weakest of what stands behind the waits of ``ptx`` for products by warp groups; "" without any.

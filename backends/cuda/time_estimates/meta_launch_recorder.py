@@ -54,10 +54,14 @@ CHUNK = 8192
 LIBRARY_TILE = (128, 256)
 """Rows and columns of a program of a library's product, as cuBLAS has them for large products on an H100."""
 
-DECODING = {INT4: 6.9, INT8: 2.0, E4M3: 2.0, E5M2: 2.0}
-"""Kind of codes -> instructions of a lane for each of them. Those of 4 bits are counted: a trip of
-``coded_skinny_kernel`` over groups of 128 with zero points has 220 for 32 codes on sm_90 (docs/kernels.csv). The others
-are assumed.
+DECODING = {
+    "coded_skinny_kernel": {INT4: 3.7, INT8: 4.0, E4M3: 3.6, E5M2: 3.6},
+    "quantised_kernel": {INT4: 9.6, INT8: 9.6, E4M3: 9.6, E5M2: 9.6},
+    "decoding_kernel": {INT4: 8.8, INT8: 7.8, E4M3: 7.0, E5M2: 7.0},
+}
+"""Kernel -> kind of codes -> instructions of a lane for each of them, all that a trip has: the most of those compiled
+for sm_90 in bfloat16 (docs/kernels.csv has trips); ``quantised_kernel`` of 4 bits for 64 rows. Those of e5m2, and of 8
+bits in ``quantised_kernel``, are not counted: they are taken to be as many.
 """
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
@@ -122,7 +126,7 @@ class KernelRecorder:
             flops = 2 * args["x"].shape[0] * codes
         if name == "decoding_kernel":
             codes = args["out"].numel()
-        each = DECODING.get(args.get("KIND", -1), 0.0)
+        each = DECODING.get(name, {}).get(args.get("KIND", -1), 0.0)
         self.kernels.append(RecordedKernel(name, kind, found, flops, codes, each, programs if flops else 0))
 
     def record_call(self, name: str, args: object, out: object) -> None:

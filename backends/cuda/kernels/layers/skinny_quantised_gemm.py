@@ -151,10 +151,10 @@ def _sum_columns(
     for i in range(first * SPANS, tl.minimum(first + STEPS, tl.cdiv(COLUMNS, STEP * SPANS)) * SPANS, SPANS):
         for part in tl.static_range(SPANS):
             step = i + part
-            held = _load_codes(codes, step, offset, there, FEATURES, WIDTH, N, SIZE)
+            held = _load_codes(codes, step, offset, there, FEATURES, WIDTH, N, SIZE, SPANS)
             other = held
             if GATE:
-                other = _load_codes(codes + FEATURES * WIDTH, step, offset, there, FEATURES, WIDTH, N, SIZE)
+                other = _load_codes(codes + FEATURES * WIDTH, step, offset, there, FEATURES, WIDTH, N, SIZE, SPANS)
             later = _load_groups(
                 scale, zero, (step + 1) * STEP, feature, there, COLUMNS, ALL, GROUP, ZERO, GATE, STEP, SIZE
             )
@@ -258,15 +258,16 @@ def _add_pieces(
 
 @triton.jit
 def _load_codes(
-    codes, i, offset, there, FEATURES: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr
+    codes, step, offset, there, FEATURES: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr,
+    SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the codes [N, SIZE] of step ``i``; masks only where a shape needs them."""
-    at = i * SIZE + tl.arange(0, SIZE)
-    address = codes + i * SIZE + offset
-    if FEATURES % N == 0 and WIDTH % SIZE == 0:
+    """Returns the codes [N, SIZE] of a step; masks only where a shape needs them, since they narrow the loads."""
+    address = codes + step * SIZE + offset
+    if FEATURES % N == 0 and WIDTH % (SIZE * SPANS) == 0:
         held = tl.load(address)
     else:
-        held = tl.load(address, mask=there[:, None] & (at < WIDTH)[None, :], other=0)
+        inside = step * SIZE + tl.arange(0, SIZE) < WIDTH
+        held = tl.load(address, mask=there[:, None] & inside[None, :], other=0)
     return held
 
 
