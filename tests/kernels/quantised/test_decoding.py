@@ -44,6 +44,24 @@ def test_many_rows_multiply_by_decoded_pieces(
     assert ((y.float() - want).abs() <= step).all()
 
 
+@pytest.mark.parametrize(
+    ("rows", "features", "most"),
+    [(2048, 37_888, 4681), (2048, 4608, 4681), (8192, 3584, 4681), (256, 18_944, 900), (300, 130, 4000),
+     (512, 5000, 100)],
+)  # fmt: skip
+def test_pieces_fill_waves_of_programs(rows: int, features: int, most: int) -> None:
+    """In whole tiles, as large as the scratch allows, and never in more waves than the largest piece takes."""
+    each = quantised_linear.choose_piece(rows, features, most, 132)
+    assert 0 < each <= max(most, 64) and each % (256 if most >= 256 else 64) == 0
+
+    def waves(size: int) -> int:
+        tiles = [-(-rows // 128) * -(-min(size, features - start) // 256) for start in range(0, features, size)]
+        return sum(-(-n // 132) for n in tiles)
+
+    if most >= 256:
+        assert waves(each) == min(waves(size) for size in range(256, min(most, features + 255) + 1, 256))
+
+
 # The instructions, on the host
 
 
