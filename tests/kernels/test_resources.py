@@ -6,13 +6,27 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.oracles.layers.compiled_layers import SCRIPT, apart, facts, wrong
 from tools.compiled import assembly
-from tools.compiled.table import CARDS, DATA, PAGE, Report, markdown, report_of, rows, stored, update_page, written
+from tools.compiled.table import (
+    CARDS,
+    DATA,
+    PAGE,
+    Report,
+    compiled_lines,
+    markdown,
+    merged,
+    report_of,
+    rows,
+    stored,
+    update_page,
+    written,
+)
 from tools.kernel_resources import faults
 from trencadis.backends.cuda.kernels import tile_sizes
 from trencadis.backends.cuda.kernels.tile_sizes import TileEntry
@@ -196,6 +210,65 @@ def test_the_page_is_made_from_the_data_file() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page == update_page(page, stored()), "run tools/kernel_resources.py --page"
     assert DATA.read_text(encoding="utf-8") == written(stored())
+
+
+def test_lines_of_two_versions_stand_beside_each_other() -> None:
+    """The page sums up the newest version; the table of waits has both."""
+    one = Report("bfloat16 head 64", "items_kernel", 90, 128, 0, 50 << 10, 8, key="a", wait=assembly.GUARDED)
+    first = rows([one], "3.9.0")
+    both = merged(rows([replace(one, key="b", wait=assembly.NO_WAIT, registers=255)], "3.10.1"), first)
+    assert [r["triton"] for r in both] == ["3.9.0", "3.10.1"]
+    page = markdown(both)
+    assert "| `items_kernel` | 1: 255 reg" in page and "| kernel | Triton 3.9.0 | Triton 3.10.1 |" in page
+    assert page.endswith("| `items_kernel` | 1 behind a barrier | 1 without such waits |\n")
+    assert "Waits" not in markdown(rows([replace(one, wait="")], "3.9.0"))
+
+
+def test_waits_that_were_not_read_are_not_known() -> None:
+    """Of two warp groups on sm_90; elsewhere there are none."""
+    one = Report("bfloat16 head 64", "items_kernel", 90, 128, 0, 50 << 10, 8, key="a")
+    found = [
+        one,
+        replace(one, key="b", wait=assembly.NO_WAIT),
+        replace(one, key="c", arch=80),
+        replace(one, key="d", warps=4),
+    ]
+    assert set(compiled_lines(rows(found, "3.9.0"))) == {"b", "c", "d"}
+
+
+@pytest.mark.long
+def test_every_line_is_of_a_present_source_and_every_launch_has_one() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "kernel_resources.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_no_two_warp_groups_share_memory_without_a_barrier() -> None:
+    """Every kernel of two groups on sm_90, compiled by the oldest Triton that is supported and by the newest."""
+    found = [r for r in stored() if r["arch"] == "90" and int(r["warps"]) > 4]
+    assert [r for r in found if r["wait"] in ("", assembly.UNGUARDED)] == []
+    versions = {r["triton"] for r in found}
+    assert len(versions) == 2
+    assert len({len([r for r in found if r["triton"] == v]) for v in versions}) == 1, "one was not compiled for all"
+
+
+CODES = {"int4": 4.0, "float16 fp8, down": 2.0}
+"""Launches -> most instructions of a trip for each of their codes."""
+
+
+def test_few_instructions_for_each_code() -> None:
+    """All of a trip's, loads and products included, on sm_90 in 16 bits: a trip has 128 columns of the tile's
+    features.
+    """
+    seen = 0
+    for r in stored():
+        if r["kernel"] == "coded_skinny_kernel" and r["arch"] == "90":
+            codes = 128 * int(r["tile"].split("x")[1]) * (2 if "gate" in r["case"] else 1) / (32 * int(r["warps"]))
+            for name, most in CODES.items():
+                if name in r["case"]:
+                    assert int(r["trip"]) / codes <= most, r
+                    seen += 1
+    assert seen >= 7
 
 
 # Waits for products by warp groups
