@@ -2,7 +2,7 @@
 the section *Kernels* of ``docs/cuda.md`` for readers.
 
     python tools/kernel_resources.py [--arch 80 86 89 90] [--kernels attend_decode ...] [--match TEXT] [--jobs 2]
-                                     [--warps N] [--json FILE] [--write] [--seconds N] [--again] [--page] [--check]
+                                     [--waits] [--json FILE] [--write] [--seconds N] [--again] [--page] [--check]
 
 Every entry of every tile table is compiled for its architecture with the constants its launcher passes: launchers run
 on small CPU tensors while Triton's launch is replaced by a recorder. Registers and stack come from the ``cuobjdump``
@@ -40,10 +40,12 @@ from tools.compiled.digests import FIGURES, Known, Progress, key_of  # noqa: E40
 from tools.compiled.table import (  # noqa: E402
     CARDS,
     DATA,
+    ONE_GROUP,
     PAGE,
     Report,
     Row,
     compiled_lines,
+    may_wait,
     merged,
     rows,
     stored,
@@ -140,15 +142,11 @@ def compiled(case: str, launch: Launch, arch: int) -> Report:
         return Report(case, name, arch, error=f"{type(error).__name__}: {error}"[:200], warps=warps)
     registers, stack = usage(made.asm["cubin"])
     ptx = made.asm["ptx"]
-    wait = (guard(ptx) if warps > GROUP_WARPS else "") or NO_WAIT
+    wait = (guard(ptx) if warps > ONE_GROUP else "") or NO_WAIT
     beside = wait, trip_instructions(machine_code(made.asm["cubin"]))
     return Report(
         case, name, arch, registers, stack, made.metadata.shared, warps, stages, launch.constants, "", "", *beside
     )
-
-
-GROUP_WARPS = 4
-"""Warps of a warp group: a program with more has several, each with waits of its own."""
 
 
 def machine_code(cubin: bytes) -> str:
@@ -186,7 +184,7 @@ class Slice:
     first: int = 0
     of: int = 1
     until: float = float("inf")  # by time.time
-    warps: int = 0  # launches of programs of at least so many
+    waits: bool = False  # only launches that ``may_wait``
     known: Known = field(default_factory=dict)
 
 
@@ -219,7 +217,7 @@ def _launches(part: Slice) -> list[tuple[str, Launch, int]]:
         for case, run in CASES[group](arch)
         if part.match in case
         for launch in record(run)
-        if launch.options.get("num_warps", 4) >= part.warps
+        if not part.waits or may_wait(launch.kernel.__name__, arch, launch.options.get("num_warps", 4))
     ]
     return sorted(found, key=lambda one: ("float32" in one[0], not one[1].kernel.__name__.startswith(ATTENTION)))
 
@@ -234,11 +232,11 @@ def _report(case: str, launch: Launch, arch: int, key: str, figures: dict[str, A
 
 def reports(
     groups: Sequence[str], archs: Sequence[int], jobs: int = 1, match: str = "", seconds: float = float("inf"),
-    known: Known | None = None, warps: int = 0,
+    known: Known | None = None, waits: bool = False,
 ) -> list[Report]:  # fmt: skip
     """Compiles the cases of ``groups`` for ``archs``, in ``jobs`` processes, or in this one where that is 1."""
     known, until = known or {}, time.time() + seconds
-    work = [Slice(tuple(groups), tuple(archs), match, i, jobs, until, warps, known) for i in range(jobs)]
+    work = [Slice(tuple(groups), tuple(archs), match, i, jobs, until, waits, known) for i in range(jobs)]
     with tempfile.TemporaryDirectory() as cache:
         if jobs == 1:
             _set_cache(cache)
@@ -315,7 +313,7 @@ def main() -> int:
     parser.add_argument("--arch", type=int, nargs="*", default=[*sorted(CARDS)])
     parser.add_argument("--kernels", nargs="*", help="groups of cases (tools/kernel_cases.py); all by default")
     parser.add_argument("--match", default="", help="only cases whose name contains this")
-    parser.add_argument("--warps", type=int, default=0, help="only programs of at least so many warps")
+    parser.add_argument("--waits", action="store_true", help="only launches that may wait for products of warp groups")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no compilation after so long")
     parser.add_argument("--again", action="store_true", help="compile what is known, too")
@@ -340,7 +338,7 @@ def main() -> int:
         return 1 if wrong else 0
     known = {} if args.again else compiled_lines(stored()) | Progress(PROGRESS).known()
     groups = args.kernels or list(CASES)
-    found = reports(groups, args.arch, args.jobs, args.match, args.seconds, known, args.warps)
+    found = reports(groups, args.arch, args.jobs, args.match, args.seconds, known, args.waits)
     if args.json:
         args.json.write_text(json.dumps([asdict(r) for r in found], indent=1), encoding="utf-8")
     lines = rows(found, triton.__version__)
@@ -357,7 +355,7 @@ def _write(lines: list[Row], args: argparse.Namespace) -> None:
     """Writes both files; a call that began no compilation too late leaves nothing of earlier sources."""
     import triton
 
-    some = args.kernels or args.match or args.warps or {*args.arch} != {*CARDS}
+    some = args.kernels or args.match or args.waits or {*args.arch} != {*CARDS}
     whole = args.seconds == float("inf") and not some
     kept = merged(lines, [r for r in stored() if not whole or r["triton"] != triton.__version__])
     DATA.write_text(written(kept), encoding="utf-8")

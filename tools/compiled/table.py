@@ -147,7 +147,7 @@ Launches by what stands behind their waits; none may be unguarded. No other arch
 
 def waits_table(lines: Sequence[Row], versions: Sequence[str]) -> str:
     """A line per kernel of two warp groups on sm_90, a column per version of Triton."""
-    own = [r for r in lines if r["arch"] == "90" and int(r["warps"]) > 4 and r["wait"]]
+    own = [r for r in lines if may_wait(r["kernel"], int(r["arch"]), int(r["warps"])) and r["wait"]]
     if not own:
         return ""
     out = [
@@ -220,14 +220,31 @@ def compiled_lines(lines: Sequence[Row]) -> Known:
     """What lines of the data file tell of their keys; without those whose waits have not been read and matter."""
     return {
         r["key"]: {"registers": int(r["registers"]), "stack": int(r["stack"]), "error": r["error"],
-                   "shared": round(float(r["shared_kib"]) * 1024), "wait": r.get("wait") or "",
-               "trip": int(r.get("trip") or 0)}
-        for r in lines if r.get("key") and (r.get("wait") or not _may_wait(r))
+                   "shared": round(float(r["shared_kib"]) * 1024), "wait": _wait(r), "trip": int(r.get("trip") or 0)}
+        for r in lines
+        if r.get("key") and (_wait(r) or not may_wait(r["kernel"], int(r["arch"]), int(r["warps"])))
     }  # fmt: skip
 
 
-def _may_wait(r: Row) -> bool:
-    return r["arch"] == "90" and int(r["warps"]) > 4
+def _wait(r: Row) -> str:
+    """Returns what stands behind the waits of a line; earlier lines say nothing where there are none."""
+    return r.get("wait") or (NO_WAIT if r.get("trip") else "")
+
+
+MULTIPLY = (
+    "items_kernel", "turned_items_kernel", "verify_items_kernel", "windows_kernel", "images_kernel", "pictures_kernel",
+    "skinny_kernel", "coded_skinny_kernel", "quantised_kernel", "experts_kernel", "experts_down_kernel",
+    "squares_kernel", "scan_kernel", "_shrink", "_expand",
+)  # fmt: skip
+"""Kernels with products (``tl.dot``)."""
+
+ONE_GROUP = 4
+"""Warps of a warp group: a program with more has several, each with waits of its own."""
+
+
+def may_wait(kernel: str, arch: int, warps: int) -> bool:
+    """True if a launch may have waits for products of its own warp group beside another group."""
+    return kernel in MULTIPLY and arch == 90 and warps > ONE_GROUP
 
 
 def merged(made: Sequence[Row], before: Sequence[Row]) -> list[Row]:

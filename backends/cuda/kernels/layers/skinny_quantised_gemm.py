@@ -45,11 +45,11 @@ def step_of(w: QuantisedWeight) -> int:
 
 def tile_of(x: Tensor, w: QuantisedWeight, gate: bool) -> tile_sizes.Tile:
     """Returns the tile; m: rows, n: features. The table's ``head`` is the bits of a code, its ``group`` 1 for two
-    products.
+    products, its ``length`` "narrow" for float16, whose weights are multiplied by the norm's.
     """
     found, bits = tile_sizes.FORCED.get("coded_skinny"), 4 if w.kind == INT4 else 8
-    arch = tile_sizes.arch_of(x.device)
-    return found or tile_sizes.find("coded_skinny", arch, x.itemsize * 8, bits, int(gate), "any")
+    arch, length = tile_sizes.arch_of(x.device), "narrow" if x.dtype == torch.float16 else "wide"
+    return found or tile_sizes.find("coded_skinny", arch, x.itemsize * 8, bits, int(gate), length)
 
 
 def pieces(features: int, steps: int, n: int) -> int:
