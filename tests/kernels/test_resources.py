@@ -135,9 +135,16 @@ def test_faults_are_named() -> None:
 
 
 def test_no_line_of_the_data_file_breaks_a_rule() -> None:
-    """16-bit attention and products spill on no architecture, everything fits, and every line is of these sources."""
-    found = [report_of(r) for r in stored()]
+    """16-bit attention and products spill on no architecture, everything fits, and every line has a key; by an older
+    Triton some heads of 256 and 512 spill up to 16 bytes.
+    """
+    newest = max((r["triton"] for r in stored()), key=lambda v: [*map(int, v.split("."))])
+    lines = stored()
+    found = [report_of(r) for r in lines if r["triton"] == newest]
     assert faults(found) == []
+    older = [report_of(r) for r in lines if r["triton"] != newest]
+    assert faults([replace(r, stack=max(r.stack - 16, 0)) for r in older]) == []
+    assert all("head 256" in r.case or "head 512" in r.case for r in older if r.stack and "float32" not in r.case)
     assert [f"{r.case} ({r.kernel}) on sm_{r.arch}" for r in found if not r.key] == []
     assert {r.arch for r in found} == set(CARDS) and len(found) > 3000
 
@@ -307,6 +314,16 @@ COPY, STORE = "cp.async.cg.shared.global [ %r2 + 0 ], [ %rd3 + 0 ], 0x10, %r3;",
 )
 def test_what_stands_behind_a_wait(before: str, after: str, behind: str, want: str) -> None:
     assert assembly.guard(LOOP.format(before=before, after=after, behind=behind)) == want
+
+
+def test_values_that_threads_exchange_are_no_operand() -> None:
+    """Block ids go through words of their own: the loop loads them again at the offset at which it stored them."""
+    store, load = "st.shared.b32 \t[%r52+98304], %r3;", "ld.shared.b32 \t%r9, [%r53+98304];"
+    assert assembly.guard(LOOP.format(before="", after=f"{store}\nbar.sync 0;\n{load}", behind="")) == "exchange"
+    assert assembly.guard(LOOP.format(before="", after=f"{store}\nbar.sync 0;", behind="")) == "none"
+    assert assembly.guard(LOOP.format(before="", after="", behind=f"{store}\nbar.sync 0;\n{load}")) == "none"
+    mixed = f"{store}\n{STORE}\nbar.sync 0;\n{load}"
+    assert assembly.guard(LOOP.format(before="", after=mixed, behind="")) == "none"
 
 
 def test_kernels_without_warp_groups_have_no_waits() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.compiled.assembly import GUARDED, NO_WAIT, STAGED, UNGUARDED
+from tools.compiled.assembly import EXCHANGED, GUARDED, NO_WAIT, STAGED, UNGUARDED
 from tools.compiled.digests import Known
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,8 +139,9 @@ WAITS = """
 ### Waits for products by warp groups
 
 On sm_90 a program of 8 warps has two groups of four, and ``wgmma.wait_group`` waits for the products of its own group
-alone: shared memory that they read may be written only behind a barrier, or where it is another stage of the pipeline.
-Launches by what stands behind their waits; none may be unguarded. No other architecture has these products.
+alone: shared memory that they read may be written only behind a barrier, or where it is another stage of the pipeline
+or an area of its own through which threads exchange values. Launches by what stands behind their waits; none may be
+unguarded. No other architecture has these products.
 
 """
 
@@ -162,7 +163,8 @@ def waits_table(lines: Sequence[Row], versions: Sequence[str]) -> str:
 
 
 NAMES = {
-    GUARDED: "behind a barrier", STAGED: "to another stage", UNGUARDED: "**unguarded**", NO_WAIT: "without such waits"
+    GUARDED: "behind a barrier", STAGED: "to another stage", EXCHANGED: "of exchanged values",
+    UNGUARDED: "**unguarded**", NO_WAIT: "without such waits",
 }  # fmt: skip
 
 
