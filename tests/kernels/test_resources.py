@@ -8,10 +8,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.oracles.layers.compiled_layers import SCRIPT, apart, facts, wrong
+from tools import kernel_resources
 from tools.compiled import assembly
 from tools.compiled.table import (
     CARDS,
@@ -244,11 +246,21 @@ def test_waits_that_were_not_read_are_not_known() -> None:
     assert set(compiled_lines(rows(found, "3.9.0"))) == {"b", "c", "d"}
 
 
-@pytest.mark.long
-def test_every_line_is_of_a_present_source_and_every_launch_has_one() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "kernel_resources.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+def test_keys_that_match_no_source_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any version; and launches that the installed version has no line of."""
+    launches = [(f"case {i}", SimpleNamespace(kernel=SimpleNamespace(__name__="join_kernel")), 90) for i in range(3)]
+    monkeypatch.setattr(kernel_resources, "_launches", lambda part: launches)
+    monkeypatch.setattr(
+        kernel_resources, "key_of", lambda x, arch, v: f"{v} {[y is x for _, y, _ in launches].index(True)}"
+    )
+    old = Report("case 0", "join_kernel", 90, 32, warps=4, key="older source")
+    held = [*rows([replace(old, key="1.2 0"), replace(old, case="case 1", key="1.2 1")], "1.2"),
+            *rows([replace(old, key="1.1 0"), replace(old, case="case 9")], "1.1")]  # fmt: skip
+    monkeypatch.setattr(kernel_resources, "stored", lambda: held)
+    assert kernel_resources.mismatches("1.2") == [
+        "case 2 (join_kernel) on sm_90: not compiled by 1.2",
+        "case 9 (join_kernel) on sm_90, 1.1: older source is of no launch",
+    ]
 
 
 def test_no_two_warp_groups_share_memory_without_a_barrier() -> None:
@@ -260,8 +272,8 @@ def test_no_two_warp_groups_share_memory_without_a_barrier() -> None:
     assert len({len([r for r in found if r["triton"] == v]) for v in versions}) == 1, "one was not compiled for all"
 
 
-CODES = {"int4": 4.0, "float16 fp8, down": 2.0}
-"""Launches -> most instructions of a trip for each of their codes."""
+CODES = {"bfloat16 int4": 4.0, "float16 fp8, down": 2.0}
+"""Beginning of a case -> most instructions of a trip for each of its codes."""
 
 
 def test_few_instructions_for_each_code() -> None:
@@ -273,10 +285,10 @@ def test_few_instructions_for_each_code() -> None:
         if r["kernel"] == "coded_skinny_kernel" and r["arch"] == "90":
             codes = 128 * int(r["tile"].split("x")[1]) * (2 if "gate" in r["case"] else 1) / (32 * int(r["warps"]))
             for name, most in CODES.items():
-                if name in r["case"]:
+                if r["case"].startswith(name):
                     assert int(r["trip"]) / codes <= most, r
                     seen += 1
-    assert seen >= 7
+    assert seen >= 5
 
 
 # Waits for products by warp groups
