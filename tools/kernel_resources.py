@@ -2,7 +2,7 @@
 the section *Kernels* of ``docs/cuda.md`` for readers.
 
     python tools/kernel_resources.py [--arch 80 86 89 90] [--kernels attend_decode ...] [--match TEXT] [--jobs 2]
-                                     [--json FILE] [--write] [--seconds N] [--again] [--page]
+                                     [--waits] [--json FILE] [--write] [--seconds N] [--again] [--page] [--check]
 
 Every entry of every tile table is compiled for its architecture with the constants its launcher passes: launchers run
 on small CPU tensors while Triton's launch is replaced by a recorder. Registers and stack come from the ``cuobjdump``
@@ -10,8 +10,10 @@ that Triton ships; what a kernel keeps on the stack is what it spills.
 
 A launch is compiled where its key (compiled/digests.py) is neither in docs/kernels.csv nor in build/kernels.jsonl, to
 which each is added as it ends. ``--seconds`` begins none after that time, and the next call goes on; 16-bit attention
-and products come first. Ends with 1 where a float16 or bfloat16 attention kernel or product spills or a kernel does not
-fit the shared memory of its architecture.
+and products come first. The figures are those of the Triton that is installed; lines of other versions stay, so that
+with another one on PYTHONPATH the tool adds its lines beside them. ``--check`` compiles nothing: it names launches of
+these sources that the installed version has not compiled, and lines whose key no launch has. Ends with 1 where a
+float16 or bfloat16 attention kernel or product spills or a kernel does not fit the shared memory of its architecture.
 """
 
 from __future__ import annotations
@@ -33,15 +35,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.compiled.assembly import UNGUARDED, guard, trip_instructions  # noqa: E402
+from tools.compiled.assembly import NO_WAIT, UNGUARDED, guard, trip_instructions  # noqa: E402
 from tools.compiled.digests import FIGURES, Known, Progress, key_of  # noqa: E402
 from tools.compiled.table import (  # noqa: E402
     CARDS,
     DATA,
+    ONE_GROUP,
     PAGE,
     Report,
     Row,
     compiled_lines,
+    may_wait,
     merged,
     rows,
     stored,
@@ -138,14 +142,11 @@ def compiled(case: str, launch: Launch, arch: int) -> Report:
         return Report(case, name, arch, error=f"{type(error).__name__}: {error}"[:200], warps=warps)
     registers, stack = usage(made.asm["cubin"])
     ptx = made.asm["ptx"]
-    beside = guard(ptx) if warps > GROUP_WARPS else "", trip_instructions(machine_code(made.asm["cubin"]))
+    wait = (guard(ptx) if warps > ONE_GROUP else "") or NO_WAIT
+    beside = wait, trip_instructions(machine_code(made.asm["cubin"]))
     return Report(
         case, name, arch, registers, stack, made.metadata.shared, warps, stages, launch.constants, "", "", *beside
     )
-
-
-GROUP_WARPS = 4
-"""Warps of a warp group: a program with more has several, each with waits of its own."""
 
 
 def machine_code(cubin: bytes) -> str:
@@ -183,6 +184,7 @@ class Slice:
     first: int = 0
     of: int = 1
     until: float = float("inf")  # by time.time
+    waits: bool = False  # only launches that ``may_wait``
     known: Known = field(default_factory=dict)
 
 
@@ -215,6 +217,7 @@ def _launches(part: Slice) -> list[tuple[str, Launch, int]]:
         for case, run in CASES[group](arch)
         if part.match in case
         for launch in record(run)
+        if not part.waits or may_wait(launch.kernel.__name__, arch, launch.options.get("num_warps", 4))
     ]
     return sorted(found, key=lambda one: ("float32" in one[0], not one[1].kernel.__name__.startswith(ATTENTION)))
 
@@ -229,11 +232,11 @@ def _report(case: str, launch: Launch, arch: int, key: str, figures: dict[str, A
 
 def reports(
     groups: Sequence[str], archs: Sequence[int], jobs: int = 1, match: str = "", seconds: float = float("inf"),
-    known: Known | None = None,
+    known: Known | None = None, waits: bool = False,
 ) -> list[Report]:  # fmt: skip
     """Compiles the cases of ``groups`` for ``archs``, in ``jobs`` processes, or in this one where that is 1."""
     known, until = known or {}, time.time() + seconds
-    work = [Slice(tuple(groups), tuple(archs), match, i, jobs, until, known) for i in range(jobs)]
+    work = [Slice(tuple(groups), tuple(archs), match, i, jobs, until, waits, known) for i in range(jobs)]
     with tempfile.TemporaryDirectory() as cache:
         if jobs == 1:
             _set_cache(cache)
@@ -264,6 +267,24 @@ def faults(found: Sequence[Report]) -> list[str]:
     return wrong
 
 
+def mismatches(version: str) -> list[str]:
+    """Lines about launches that ``version`` has not compiled, and about lines of any version whose key is of no
+    launch.
+    """
+    from tools.kernel_cases import CASES
+
+    launches = _launches(Slice(tuple(CASES), tuple(sorted(CARDS))))
+    lines = stored()
+    known = {r["key"] for r in lines}
+    versions = {version, *(r["triton"] for r in lines)}
+    keys = {v: {key_of(launch, arch, v): (case, launch, arch) for case, launch, arch in launches} for v in versions}
+    lacking = [f"{case} ({x.kernel.__name__}) on sm_{arch}: not compiled by {version}"
+               for key, (case, x, arch) in keys[version].items() if key not in known]  # fmt: skip
+    old = [f"{r['case']} ({r['kernel']}) on sm_{r['arch']}, {r['triton']}: {r['key']} is of no launch"
+           for r in lines if r["key"] not in keys[r["triton"]]]  # fmt: skip
+    return [*lacking, *old]
+
+
 ATTENTION = (
     "items",
     "turned_items",
@@ -292,11 +313,13 @@ def main() -> int:
     parser.add_argument("--arch", type=int, nargs="*", default=[*sorted(CARDS)])
     parser.add_argument("--kernels", nargs="*", help="groups of cases (tools/kernel_cases.py); all by default")
     parser.add_argument("--match", default="", help="only cases whose name contains this")
+    parser.add_argument("--waits", action="store_true", help="only launches that may wait for products of warp groups")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no compilation after so long")
     parser.add_argument("--again", action="store_true", help="compile what is known, too")
     parser.add_argument("--json", type=Path, help="write the figures as JSON")
     parser.add_argument("--write", action="store_true", help="write docs/kernels.csv and the section of docs/cuda.md")
+    parser.add_argument("--check", action="store_true", help="name keys without a launch and launches without a line")
     parser.add_argument(
         "--page", action="store_true", help="write the section of docs/cuda.md from docs/kernels.csv; compile nothing"
     )
@@ -309,8 +332,13 @@ def main() -> int:
 
     from tools.kernel_cases import CASES
 
+    if args.check:
+        wrong = mismatches(triton.__version__)
+        print(*wrong, sep="\n")
+        return 1 if wrong else 0
     known = {} if args.again else compiled_lines(stored()) | Progress(PROGRESS).known()
-    found = reports(args.kernels or list(CASES), args.arch, args.jobs, args.match, args.seconds, known)
+    groups = args.kernels or list(CASES)
+    found = reports(groups, args.arch, args.jobs, args.match, args.seconds, known, args.waits)
     if args.json:
         args.json.write_text(json.dumps([asdict(r) for r in found], indent=1), encoding="utf-8")
     lines = rows(found, triton.__version__)
@@ -325,8 +353,11 @@ def main() -> int:
 
 def _write(lines: list[Row], args: argparse.Namespace) -> None:
     """Writes both files; a call that began no compilation too late leaves nothing of earlier sources."""
-    whole = args.seconds == float("inf") and not (args.kernels or args.match) and {*args.arch} == {*CARDS}
-    kept = merged(lines, [] if whole else stored())
+    import triton
+
+    some = args.kernels or args.match or args.waits or {*args.arch} != {*CARDS}
+    whole = args.seconds == float("inf") and not some
+    kept = merged(lines, [r for r in stored() if not whole or r["triton"] != triton.__version__])
     DATA.write_text(written(kept), encoding="utf-8")
     PAGE.write_text(update_page(PAGE.read_text(encoding="utf-8"), kept), encoding="utf-8")
     old = sum(not r.get("key") for r in kept)

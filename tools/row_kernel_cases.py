@@ -115,7 +115,9 @@ SCHEMES = {
 
 
 def products(arch: int) -> Iterator[Case]:
-    """Every line of ``tiles/quantised.csv``: each kind of weight in bfloat16, two and one in the other types."""
+    """Every line of ``tiles/quantised.csv`` and ``tiles/coded_skinny.csv``: each kind of weight in bfloat16, two and
+    one in the other types.
+    """
     tile_sizes.INTERPRETED = arch
     tile_sizes.find.cache_clear()
     tile_sizes.arch_of.cache_clear()
@@ -129,10 +131,11 @@ def products(arch: int) -> Iterator[Case]:
             x = torch.empty(count, 1024, dtype=dtype)
             name = f"{str(dtype).removeprefix('torch.')} {label}, {count} rows"
             yield name, lambda x=x, w=w: quantised_linear.linear(x, w)
-        if dtype != torch.float32 and not w.rounds:
+        if not w.rounds:
             name = f"{str(dtype).removeprefix('torch.')} {label}"
-            held = torch.empty(256, w.columns, dtype=dtype)
-            yield f"{name}, decoded", lambda w=w, held=held: quantised_linear.decode_features(w, 0, 256, held)
+            if dtype != torch.float32:
+                held = torch.empty(256, w.columns, dtype=dtype)
+                yield f"{name}, decoded", lambda w=w, held=held: quantised_linear.decode_features(w, 0, 256, held)
             yield from fused_products(name, w, dtype)
 
 

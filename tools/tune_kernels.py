@@ -44,6 +44,7 @@ GRIDS = {
     "attend_images": ((32, 64, 128), (16, 32, 64)),
     "quantised": ((16, 32, 64, 128), (32, 64, 128)),
     "skinny": ((16,), (16, 32, 64)),
+    "coded_skinny": ((16,), (32, 64, 128)),
     "experts": ((16, 32, 64, 128), (32, 64, 128)),
 }
 """Query and key sizes of candidate tiles, rows and features of products: powers of two within the kernels' limits."""
@@ -53,12 +54,12 @@ def candidates(kernel: str, entry: TileEntry) -> Iterator[Tile]:
     """Every tile worth compiling for ``entry``; float32 products are not pipelined."""
     queries, keys = GRIDS[kernel]
     stages = STAGES if (entry.bits == 16 and kernel != "attend_windows") or kernel in PRODUCTS else (1,)
-    for m, n, warps, count in itertools.product(queries, keys, WARPS, stages):
+    for m, n, warps, count in itertools.product(queries, keys, (2, 4) if kernel == "coded_skinny" else WARPS, stages):
         if m >= entry.group and (kernel in PRODUCTS or STEP % n == 0) and m * n >= 32 * warps:
             yield Tile(m, n, warps, count)
 
 
-PRODUCTS = ("quantised", "skinny", "experts")
+PRODUCTS = ("quantised", "skinny", "coded_skinny", "experts")
 """Kernels whose tiles have features in place of keys."""
 
 
@@ -66,8 +67,8 @@ def launches(kernel: str, entry: TileEntry, device: torch.device) -> list[cases.
     """Launches of serving size that use the tile of ``entry``."""
     if kernel == "quantised":
         return products(entry, device)
-    if kernel == "skinny":
-        return skinny_products(entry, device)
+    if kernel in ("skinny", "coded_skinny"):
+        return skinny_products(entry, device, ("int4", "fp8") if kernel == "coded_skinny" else ("",))
     if kernel == "experts":
         return [layer_cases.experts(rows, device) for rows in ((1, 8) if entry.length == "few" else (256, 4096))]
     d = entry.head
@@ -94,12 +95,17 @@ def products(entry: TileEntry, device: torch.device) -> list[cases.Case]:
     return [quantised_cases.case(scheme.label, scheme, n, shape, device, dtype) for n in rows for shape in shapes]
 
 
-def skinny_products(entry: TileEntry, device: torch.device) -> list[cases.Case]:
-    """Products of 3B and 7B: of gate and up where the entry's ``group`` says so, of the others else; 1 and 16 rows."""
+def skinny_products(entry: TileEntry, device: torch.device, codes: tuple[str, ...]) -> list[cases.Case]:
+    """Products of 3B and 7B over each of ``codes``: of gate and up where the entry's ``group`` says so, of the others
+    else; 1 and 16 rows.
+    """
     dtype = torch.bfloat16 if entry.bits == 16 else torch.float32
-    shapes = ((22_016, 2048), (37_888, 3584)) if entry.group else ((2560, 2048), (3584, 18_944))
+    gate = ((22_016, 2048), (37_888, 3584)) if entry.group else ()
     return [
-        layer_cases.skinny(rows, *shape, device, dtype, gate=bool(entry.group)) for shape in shapes for rows in (1, 16)
+        layer_cases.skinny(rows, *shape, device, dtype, kind, gate=shape in gate)
+        for shape in gate or ((2560, 2048), (3584, 18_944))
+        for rows in (1, 16)
+        for kind in codes
     ]
 
 

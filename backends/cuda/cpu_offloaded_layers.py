@@ -121,6 +121,11 @@ class HostLayerOps:
 
     host_layers: HostLayers | None = None
 
+    @property
+    def fuses_layers(self) -> bool:
+        """True if decoder layers of few tokens run in six launches, in which no library attends."""
+        return False
+
     def layer(self, run: Callable[..., T], *args: Any) -> T:
         """Runs ``run(*args)``, one layer of a stack."""
         return run(*args) if self.host_layers is None else self.host_layers.run(run, *args)

@@ -146,12 +146,16 @@ class CudaOps(HostLayerOps, ReferenceOps):
         if self._arrived is None and self.whole_layers and envs.get_bool("TRENCADIS_CUDA_WHOLE_LAYERS"):
             self._arrived = skinny_gemm.counters(device)
 
+    @property
+    def fuses_layers(self) -> bool:
+        """True unless the switch is off, layers lie in host memory, or no weight has been packed."""
+        return self._arrived is not None and self.host_layers is None
+
     def layer(self, run: Callable[..., T], *args: Any) -> T:
         """Runs a layer as ``backend.Ops`` says; a decoder layer of few tokens without adapters in six launches if it
         can be fused.
         """
-        fuses = self._arrived is not None and self.host_layers is None and len(args) == DECODER_ARGS
-        if fuses and fused_layer.can_fuse(run, args[0], args[-1], args[-2]):
+        if self.fuses_layers and len(args) == DECODER_ARGS and fused_layer.can_fuse(run, args[0], args[-1], args[-2]):
             assert self._arrived is not None
             made: Any = fused_layer.FusedLayer(cast(DecoderLayer, run), self._arrived, self.query_group)
             return super().layer(made, *args)  # type: ignore[no-any-return]

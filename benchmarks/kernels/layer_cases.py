@@ -20,7 +20,7 @@ from trencadis.core.quant import online_quant
 from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
 
 DTYPE = torch.bfloat16
-CODES = {"int4": Scheme(4, group=128), "int8": Scheme(8)}
+CODES = {"int4": Scheme(4, group=128), "int8": Scheme(8), "fp8": Scheme(8, "float", activations="none")}
 EXPERTS, TOP, EXPERT_INNER, EXPERT_HIDDEN = 128, 8, 768, 2048
 
 

@@ -18,10 +18,15 @@ from trencadis.assets import demo_path
 from trencadis.backends.cuda import make_backend, shape_policy
 from trencadis.backends.cuda.attention_libraries import attention_library_selector
 from trencadis.backends.cuda.attention_libraries.library_attention import FlashInferLaunch, FlashInferWorkspaces
+from trencadis.backends.cuda.attention_libraries.ops_with_attention_library import (
+    AttentionLibraryAdapter,
+    with_library,
+)
 from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinRuntime
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
+from trencadis.backends.cuda.ops import CudaOps
 from trencadis.backends.cuda.shape_policy import SERVING
-from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.buckets import Bucket, Stage, verify_variant
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.errors import StartupError
@@ -174,6 +179,32 @@ def test_layers_that_the_library_does_not_take_are_told_once(
             "tokens that see keys after their own position",
         )
     ]
+
+
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_launches_of_few_tokens_keep_their_six_launches(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library attends where layers run op by op: in prompts, in larger steps, and anywhere without the switch."""
+    from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes
+
+    monkeypatch.setenv("TRENCADIS_CUDA_WHOLE_LAYERS", switch)
+    flash.install(monkeypatch, 3)
+    monkeypatch.setattr(attention_library_selector, "HOPPER", 90)
+    ops = with_library(CudaOps, attention_library_selector.select_library("FLASH_ATTN", 90))()
+    runtime = TwinRuntime(size=64 << 30)
+    library = AttentionLibraryAdapter(ops, runtime, 64, torch.bfloat16)
+    ops.pack_weight(torch.zeros(32, 32))
+
+    def body(inputs: Any) -> Any:
+        return inputs
+
+    wide = verify_variant(4)
+    for bucket, few in (
+        (Bucket(Stage.DECODE, (1,)), True), (Bucket(Stage.DECODE, (16,)), True), (Bucket(Stage.DECODE, (17,)), False),
+        (Bucket(Stage.VERIFY, (4,), wide), True), (Bucket(Stage.VERIFY, (5,), wide), False),
+        (Bucket(Stage.PREFILL, (16, 2)), True), (Bucket(Stage.PREFILL, (64, 2)), False),
+    ):  # fmt: skip
+        wrapped = library.wrap_body(InputBuffers(bucket, Sizes(16, 40, 50, 2, group=2, processors=132), runtime), body)
+        assert (wrapped is body) == (few and switch == "1"), bucket
 
 
 @pytest.mark.parametrize(("group", "kv_heads", "d"), [(7, 4, 128), (2, 2, 64), (8, 8, 128)])

@@ -50,8 +50,15 @@ COPY_IN = re.compile(r"\bcp\.async\.(?!wait|commit|mbarrier)[\w.]*shared|\bcp\.a
 STORE = re.compile(r"\bst(?:\.\w+)*\.shared|\bstmatrix")
 LABEL, BRANCH = re.compile(r"^\s*(\$\w+):"), re.compile(r"\bbra(?:\.uni)?\s+(\$\w+)")
 
-GUARDED, STAGED, UNGUARDED = "barrier", "stage", "none"
-"""What stands between a wait for a product and the next write of shared memory."""
+GUARDED, STAGED, EXCHANGED, UNGUARDED = "barrier", "stage", "exchange", "none"
+"""What stands between a wait for a product and the next write of shared memory; EXCHANGED: the write is of values that
+threads exchange, at an offset at which the loop loads them again, and which is therefore no operand's.
+"""
+
+WEAKEST_FIRST = UNGUARDED, EXCHANGED, STAGED, GUARDED
+
+NO_WAIT = "no wait"
+"""A kernel without waits for products by warp groups, or of one group alone."""
 
 
 def guard(ptx: str) -> str:
@@ -68,7 +75,7 @@ def guard(ptx: str) -> str:
                 (loop for loop in loops if loop[0] <= place <= loop[1]), key=lambda x: x[1] - x[0], default=None
             )
             found.add(_behind(lines, place, inner))
-    return next((kind for kind in (UNGUARDED, STAGED, GUARDED) if kind in found), "")
+    return next((kind for kind in WEAKEST_FIRST if kind in found), "")
 
 
 def _loops(lines: list[str]) -> list[tuple[int, int]]:
@@ -87,20 +94,33 @@ def _behind(lines: list[str], place: int, loop: tuple[int, int] | None) -> str:
     """What comes first behind the wait at ``place``, on in its loop and then behind the loop."""
     around = [] if loop is None else [*lines[place + 1 : loop[1]], *lines[loop[0] : place]]
     after = lines[(place if loop is None else loop[1]) + 1 :]
-    kinds = {_first(around, loop is not None and any(BARRIER.search(x) for x in around)), _first(after, False)}
-    return next(kind for kind in (UNGUARDED, STAGED, GUARDED) if kind in kinds)
+    barred = any(BARRIER.search(x) for x in around)
+    loaded = {m[1] for x in around if barred and (m := LOADED.search(x))}
+    kinds = {_first(around, barred, loaded), _first(after, False, set())}
+    return next(kind for kind in WEAKEST_FIRST if kind in kinds)
 
 
-def _first(lines: list[str], barred: bool) -> str:
-    """What the first barrier or write of ``lines`` is; ``barred``: their loop has a barrier."""
+LOADED = re.compile(r"\bld(?:\.\w+)*\.shared\S*\s.*\[\s*%r\d+\s*\+\s*([1-9]\d*)\s*\]")
+STORED = re.compile(r"\bst(?:\.\w+)*\.shared\S*\s+\[\s*%r\d+\s*\+\s*(\d+)\s*\]")
+
+
+def _first(lines: list[str], barred: bool, loaded: set[str]) -> str:
+    """What the first barrier or write of ``lines`` is; ``barred``: their loop has a barrier; ``loaded``: offsets of
+    shared memory that it loads.
+    """
+    best = GUARDED
     for line in lines:
         if BARRIER.search(line) or PRODUCT_WAIT.search(line):
-            return GUARDED
+            return best
         if STORE.search(line):
-            return UNGUARDED
+            where = STORED.search(line)
+            if where is None or where[1] not in loaded:
+                return UNGUARDED
+            best = EXCHANGED
         if COPY_IN.search(line):
-            return STAGED if barred else UNGUARDED
-    return GUARDED
+            staged = STAGED if barred else UNGUARDED
+            return min(best, staged, key=WEAKEST_FIRST.index)
+    return best
 
 
 ADDRESS, JUMP = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);"), re.compile(r"\bBRA\S*\s+(?:`\S+\s+)?(0x[0-9a-f]+)")

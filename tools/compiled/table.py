@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tools.compiled.assembly import EXCHANGED, GUARDED, NO_WAIT, STAGED, UNGUARDED
 from tools.compiled.digests import Known
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +43,8 @@ class Report:
     """What one kernel needs on one architecture; ``error``: it does not compile.
 
     ``wait``: what stands between a wait for a product by warp groups and the next write of shared memory
-    (``tools.compiled.assembly.guard``); ``trip``: instructions of a trip of its loop; 0: none or unknown.
+    (``tools.compiled.assembly.guard``); empty: not read. ``trip``: instructions of a trip of its loop; 0: none or
+    unknown.
     """
 
     case: str
@@ -92,8 +95,9 @@ time, limited by registers and shared memory. This section sums them up: the num
 the most of each figure. Shared memory of a program is at most 163 KiB on sm_80, 99 on sm_86, sm_89 and sm_120, 227 on
 sm_90 and sm_100, which `tile_sizes.py` checks of every tile when it is imported. Nothing here is a speed.
 
-`python tools/kernel_resources.py --write` compiles what changed since (triton {version} made these lines). A line's key
-is of what was compiled; a line without one is of an earlier source. `--page` writes this section from the file.
+`python tools/kernel_resources.py --write` compiles what changed since. This section sums up the lines of triton
+{version}; the file also has lines of other versions. A line's key is of what was compiled: `--check` names launches
+without a line, and lines whose key is of an earlier source. `--page` writes this section from the file.
 
 """
 
@@ -121,13 +125,51 @@ def update_page(text: str, lines: Sequence[Row]) -> str:
 def markdown(lines: Sequence[Row]) -> str:
     """One table: a line per kernel, a column per architecture."""
     archs = sorted({int(r["arch"]) for r in lines})
-    version = ", ".join(sorted({r["triton"] for r in lines}))
-    out = [HEAD.format(version=version), "| kernel | " + " | ".join(f"sm_{a}" for a in archs) + " |\n"]
+    versions = sorted({r["triton"] for r in lines}, key=_numbers)
+    waits, lines = waits_table(lines, versions), [r for r in lines if r["triton"] == versions[-1]]
+    out = [HEAD.format(version=versions[-1]), "| kernel | " + " | ".join(f"sm_{a}" for a in archs) + " |\n"]
     out.append("|---" * (len(archs) + 1) + "|\n")
     for kernel in dict.fromkeys(r["kernel"] for r in lines):
         own = {a: [r for r in lines if r["kernel"] == kernel and r["arch"] == str(a)] for a in archs}
         out.append(f"| `{kernel}` | " + " | ".join(_cell(own[a]) for a in archs) + " |\n")
+    return "".join([*out, waits])
+
+
+WAITS = """
+### Waits for products by warp groups
+
+On sm_90 a program of 8 warps has two groups of four, and ``wgmma.wait_group`` waits for the products of its own group
+alone: shared memory that they read may be written only behind a barrier, or where it is another stage of the pipeline
+or an area of its own through which threads exchange values. Launches by what stands behind their waits; none may be
+unguarded. No other architecture has these products.
+
+"""
+
+
+def waits_table(lines: Sequence[Row], versions: Sequence[str]) -> str:
+    """A line per kernel of two warp groups on sm_90, a column per version of Triton."""
+    own = [r for r in lines if may_wait(r["kernel"], int(r["arch"]), int(r["warps"])) and r["wait"]]
+    if not own:
+        return ""
+    out = [
+        WAITS,
+        "| kernel | " + " | ".join(f"Triton {v}" for v in versions) + " |\n|---" + "|---" * len(versions) + "|\n",
+    ]
+    for kernel in dict.fromkeys(r["kernel"] for r in own):
+        counts = [Counter(r["wait"] for r in own if (r["kernel"], r["triton"]) == (kernel, v)) for v in versions]
+        cells = (", ".join(f"{n} {NAMES[kind]}" for kind, n in sorted(count.items())) for count in counts)
+        out.append(f"| `{kernel}` | " + " | ".join(cells) + " |\n")
     return "".join(out)
+
+
+NAMES = {
+    GUARDED: "behind a barrier", STAGED: "to another stage", EXCHANGED: "of exchanged values",
+    UNGUARDED: "**unguarded**", NO_WAIT: "without such waits",
+}  # fmt: skip
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in version.split(".") if n.isdigit())
 
 
 def _cell(lines: Sequence[Row]) -> str:
@@ -177,13 +219,34 @@ def report_of(r: Row) -> Report:
 
 
 def compiled_lines(lines: Sequence[Row]) -> Known:
-    """What lines of the data file tell of their keys."""
+    """What lines of the data file tell of their keys; without those whose waits have not been read and matter."""
     return {
         r["key"]: {"registers": int(r["registers"]), "stack": int(r["stack"]), "error": r["error"],
-                   "shared": round(float(r["shared_kib"]) * 1024), "wait": r.get("wait") or "",
-               "trip": int(r.get("trip") or 0)}
-        for r in lines if r.get("key")
+                   "shared": round(float(r["shared_kib"]) * 1024), "wait": _wait(r), "trip": int(r.get("trip") or 0)}
+        for r in lines
+        if r.get("key") and (_wait(r) or not may_wait(r["kernel"], int(r["arch"]), int(r["warps"])))
     }  # fmt: skip
+
+
+def _wait(r: Row) -> str:
+    """Returns what stands behind the waits of a line; earlier lines say nothing where there are none."""
+    return r.get("wait") or (NO_WAIT if r.get("trip") else "")
+
+
+MULTIPLY = (
+    "items_kernel", "turned_items_kernel", "verify_items_kernel", "windows_kernel", "images_kernel", "pictures_kernel",
+    "skinny_kernel", "coded_skinny_kernel", "quantised_kernel", "experts_kernel", "experts_down_kernel",
+    "squares_kernel", "scan_kernel", "_shrink", "_expand",
+)  # fmt: skip
+"""Kernels with products (``tl.dot``)."""
+
+ONE_GROUP = 4
+"""Warps of a warp group: a program with more has several, each with waits of its own."""
+
+
+def may_wait(kernel: str, arch: int, warps: int) -> bool:
+    """True if a launch may have waits for products of its own warp group beside another group."""
+    return kernel in MULTIPLY and arch == 90 and warps > ONE_GROUP
 
 
 def merged(made: Sequence[Row], before: Sequence[Row]) -> list[Row]:
@@ -191,8 +254,12 @@ def merged(made: Sequence[Row], before: Sequence[Row]) -> list[Row]:
     named = {_place(r): r for r in [*before, *made]}
     named = {place: {name: r.get(name) or "" for name in FIELDS} for place, r in named.items()}
     first = {r["kernel"]: i for i, r in reversed([*enumerate([*before, *made])])}
-    return sorted(named.values(), key=lambda r: (first[r["kernel"]], int(r["arch"]), r["case"], r["tile"]))
+    return sorted(named.values(), key=lambda r: _order(r, first))
+
+
+def _order(r: Row, first: dict[str, int]) -> tuple[int | str | tuple[int, ...], ...]:
+    return first[r["kernel"]], int(r["arch"]), r["case"], r["tile"], _numbers(r["triton"])
 
 
 def _place(r: Row) -> tuple[str, ...]:
-    return r["kernel"], r["case"], r["arch"]
+    return r["kernel"], r["case"], r["arch"], r["triton"]

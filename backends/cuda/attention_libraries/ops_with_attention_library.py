@@ -1,6 +1,7 @@
 """``--attention-backend`` for one backend: the selected library, or none, and notes for the user.
 
-A library attends to text where it can be used; the device's own attention does the rest.
+A library attends to text where it can be used; the device's own attention does the rest: what the library does not
+take, and launches of so few tokens that layers run in six launches, which hold their attention.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from trencadis.backends.cuda.attention_libraries.library_attention import (
 from trencadis.backends.cuda.backend import CudaBackend
 from trencadis.backends.cuda.cpu_offloaded_layers import HostLayerOps
 from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn
+from trencadis.backends.cuda.kernels.layers import skinny_gemm
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
 from trencadis.backends.cuda.runtime_protocol import Runtime
-from trencadis.core.buckets import Stage
+from trencadis.core.buckets import Stage, padded_tokens
 from trencadis.core.device.backend import Attn, BackendConfig, Body, LayerKV
 
 log = logging.getLogger("trencadis.engine")
@@ -39,9 +41,6 @@ T = TypeVar("T", bound=HostLayerOps)
 
 class LibraryAttention:
     """Mixin for attention by the library ``found``; the class that it is mixed into supplies the other ops."""
-
-    whole_layers = False
-    """False: layers run op by op, so that their attention is the library's."""
 
     found: SelectedLibrary
     launch: LibraryLaunch | None = None
@@ -92,8 +91,14 @@ class AttentionLibraryAdapter:
         self._workspaces = FlashInferWorkspaces(runtime)
 
     def wrap_body(self, buffers: InputBuffers, body: Body) -> Body:
-        """Wraps ``body`` with the library's launches; text buckets are planned whenever their buffers are filled."""
-        if buffers.bucket.stage not in (Stage.PREFILL, Stage.DECODE, Stage.VERIFY):
+        """Wraps ``body`` with the library's launches; text buckets are planned whenever their buffers are filled.
+
+        Buckets of few tokens stay as they are where layers are fused.
+        """
+        bucket = buffers.bucket
+        if bucket.stage not in (Stage.PREFILL, Stage.DECODE, Stage.VERIFY):
+            return body
+        if self.ops.fuses_layers and padded_tokens(bucket) <= skinny_gemm.FEW:
             return body
         launch = self._launch(buffers)
         if launch.plans:

@@ -48,6 +48,9 @@ BLOCK = 1024
 DENSE_TILE = 64
 """Features of a program that decodes a weight."""
 
+LIBRARY_TILE = 128, 256
+"""Rows and features of a program of a library's product, as cuBLAS has them for large products on an H100."""
+
 _INT8, _INT4, _E4M3 = tl.constexpr(INT8), tl.constexpr(INT4), tl.constexpr(E4M3)
 _MIDDLE = tl.constexpr(8)
 _SHIFTED = tl.constexpr(SHIFTED)
@@ -71,7 +74,13 @@ def linear(x: Tensor, w: QuantisedWeight) -> Tensor:
         codes, scale = round_rows(x, torch.float8_e4m3fn)
         weight = w.codes.view(torch.float8_e4m3fn).t()
         return torch._scaled_mm(
-            codes, weight, scale_a=scale[:, None] / SHIFTED, scale_b=w.factor[None], bias=w.bias, out_dtype=dtype
+            codes,
+            weight,
+            scale_a=scale[:, None] / SHIFTED,
+            scale_b=w.factor[None],
+            bias=w.bias,
+            out_dtype=dtype,
+            use_fast_accum=True,
         )
     return _multiply(*round_rows(x, torch.int8 if w.kind == INT8 else dtype), w, out)
 
@@ -120,8 +129,9 @@ def converts(w: QuantisedWeight, device: torch.device) -> bool:
 
 
 def _multiply_decoded(x: Tensor, w: QuantisedWeight, out: Tensor) -> Tensor:
-    """Decodes as many features at a time as the scratch holds and multiplies by them."""
-    each = max(DECODED_BYTES // (w.columns * x.itemsize) // DENSE_TILE * DENSE_TILE, DENSE_TILE)
+    """Decodes a piece of the features at a time and multiplies by it."""
+    most = DECODED_BYTES // (w.columns * x.itemsize)
+    each = choose_piece(x.shape[0], w.out_features, most, count_processors(x.device))
     scratch = x.new_empty(min(each, w.out_features), w.columns)
     for start in range(0, w.out_features, each):
         stop = min(start + each, w.out_features)
@@ -132,6 +142,27 @@ def _multiply_decoded(x: Tensor, w: QuantisedWeight, out: Tensor) -> Tensor:
         else:
             torch.addmm(w.bias[start:stop], x, held.t(), out=out[:, start:stop])
     return out
+
+
+def count_processors(device: torch.device) -> int:
+    """Returns the processors of a card; those of an H100 for a device that is none."""
+    cards = in_use()
+    return cards.processors(device) if device.type == cards.name else PROGRAMS // 2
+
+
+def choose_piece(rows: int, features: int, most: int, processors: int) -> int:
+    """Returns the features of a piece of at most ``most``: of those whose products by a library take the fewest waves
+    of programs over all pieces, the largest, since a wave that few programs fill takes as long as a full one.
+    """
+    high, wide = LIBRARY_TILE
+    tiles = -(-rows // high)
+
+    def count_waves(each: int) -> int:
+        whole, rest = divmod(features, each)
+        return whole * -(-tiles * -(-each // wide) // processors) + -(-tiles * -(-rest // wide) // processors)
+
+    sizes = range(wide, min(most, features + wide - 1) + 1, wide)
+    return min(sizes, key=lambda each: (count_waves(each), -each), default=max(most // DENSE_TILE, 1) * DENSE_TILE)
 
 
 def decode_features(w: QuantisedWeight, start: int, stop: int, out: Tensor) -> None:

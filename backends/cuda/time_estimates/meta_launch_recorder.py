@@ -56,10 +56,14 @@ LIBRARY_TILES = ((128, 256), (128, 128), (64, 128))
 ones, which it takes where large ones would leave processors without work.
 """
 
-DECODING = {INT4: 6.9, INT8: 2.0, E4M3: 2.0, E5M2: 2.0}
-"""Kind of codes -> instructions of a lane for each of them. Those of 4 bits are counted: a trip of
-``coded_skinny_kernel`` over groups of 128 with zero points has 220 for 32 codes on sm_90 (docs/kernels.csv). The others
-are assumed.
+DECODING = {
+    "coded_skinny_kernel": {INT4: 3.7, INT8: 4.0, E4M3: 3.6, E5M2: 3.6},
+    "quantised_kernel": {INT4: 9.6, INT8: 9.6, E4M3: 9.6, E5M2: 9.6},
+    "decoding_kernel": {INT4: 8.8, INT8: 7.8, E4M3: 7.0, E5M2: 7.0},
+}
+"""Kernel -> kind of codes -> instructions of a lane for each of them, all that a trip has: the most of those compiled
+for sm_90 in bfloat16 (docs/kernels.csv has trips); ``quantised_kernel`` of 4 bits for 64 rows. Those of e5m2, and of 8
+bits in ``quantised_kernel``, are not counted: they are taken to be as many.
 """
 
 ROUNDED_PRODUCT = "_scaled_mm"
@@ -143,7 +147,7 @@ class KernelRecorder:
             codes = args["out"].numel()
         if name in EXPERTS:
             flops, programs = 2 * len(args["out"]) * args["weight"][0].numel(), 0
-        each = DECODING.get(args.get("KIND", -1), 0.0)
+        each = DECODING.get(name, {}).get(args.get("KIND", -1), 0.0)
         if name in _STATE_PRODUCTS:
             codes, each = _STATE_PRODUCTS[name](args), 1.0
         waves = programs if flops else 0

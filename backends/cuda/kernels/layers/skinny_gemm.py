@@ -92,13 +92,16 @@ class LaunchParts(NamedTuple):
 
 
 def make_parts(
-    x: Tensor, features: int, columns: int, step: int, arrived: Tensor, norm: NormOf | None, gate: bool
-) -> LaunchParts:
-    """Makes the parts of a launch that multiplies x [n, in] by ``columns`` columns, ``step`` at a time."""
-    n, tile = x.shape[0], tile_of(x, gate)
+    x: Tensor, features: int, columns: int, step: int, arrived: Tensor, norm: NormOf | None, gate: bool,
+    tile: tile_sizes.Tile, most: int,
+) -> LaunchParts:  # fmt: skip
+    """Makes the parts of a launch that multiplies x [n, in] by ``columns`` columns, ``step`` at a time, in at most
+    ``most`` pieces.
+    """
+    n = x.shape[0]
     out = x.new_empty(n, features)
     count, steps = -(-features // tile.n), -(-columns // step)
-    each = -(-steps // pieces(features, steps, tile.n))
+    each = -(-steps // most)
     cut = -(-steps // each)
     assert count <= len(arrived), (count, len(arrived))
     sums, squares = out, out
@@ -123,8 +126,9 @@ def product(
     """
     n, features, step = x.shape[0], w.out_features // (2 if gate else 1), step_of(x)
     check(x, w, norm, residual)
-    tile, cut, each, count, out, sums, squares, added, total = make_parts(
-        x, features, w.in_features, step, arrived, norm, gate
+    tile = tile_of(x, gate)
+    _, cut, each, count, out, sums, squares, added, total = make_parts(
+        x, features, w.in_features, step, arrived, norm, gate, tile, pieces(features, -(-w.in_features // step), tile.n)
     )
     depends = dependent_launch.possible(x.device)
     options: dict[str, Any] = dependent_launch.options(depends)

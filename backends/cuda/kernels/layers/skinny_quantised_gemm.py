@@ -12,14 +12,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import quantised_linear
+from trencadis.backends.cuda.kernels import quantised_linear, tile_sizes
 from trencadis.backends.cuda.kernels.layers import dependent_launch, skinny_gemm
 from trencadis.backends.cuda.kernels.layers.dependent_launch import fetch, wait
 from trencadis.backends.cuda.kernels.layers.skinny_gemm import LINES, NormOf, _add_residual, _finish
-from trencadis.backends.cuda.kernels.quantised_linear import decode_numbers, split_codes
+from trencadis.backends.cuda.kernels.weight_operands import decode_rows
 from trencadis.backends.cuda.weights.quantised_weight import INT4, SHIFTED, QuantisedWeight
 
 _INT4, _SHIFTED = tl.constexpr(INT4), tl.constexpr(SHIFTED)
+STEP = 128
+"""Columns of a trip of the loop, which may be several steps."""
+
+PROGRAMS, LEAST_STEPS = 528, 2
+"""Maximum programs of a product, and fewest trips of one: four programs of two warps for each processor of an H100."""
+
 LINE = tl.constexpr(128)
 """Bytes of a line of the L2 cache."""
 
@@ -32,6 +38,25 @@ def fits(w: QuantisedWeight) -> bool:
     return plain and w.codes.shape[1] % 16 == 0 and w.out_features <= 16 * skinny_gemm.COUNTERS
 
 
+def step_of(w: QuantisedWeight) -> int:
+    """Returns the columns of a step, which are of one group or, of 4 bits, of one or two."""
+    return STEP if w.kind != INT4 and w.group % STEP == 0 else quantised_linear.span(w)
+
+
+def tile_of(x: Tensor, w: QuantisedWeight, gate: bool) -> tile_sizes.Tile:
+    """Returns the tile; m: rows, n: features. The table's ``head`` is the bits of a code, its ``group`` 1 for two
+    products, its ``length`` "narrow" for float16, whose weights are multiplied by the norm's.
+    """
+    found, bits = tile_sizes.FORCED.get("coded_skinny"), 4 if w.kind == INT4 else 8
+    arch, length = tile_sizes.arch_of(x.device), "narrow" if x.dtype == torch.float16 else "wide"
+    return found or tile_sizes.find("coded_skinny", arch, x.itemsize * 8, bits, int(gate), length)
+
+
+def pieces(features: int, steps: int, n: int) -> int:
+    """Returns into how many pieces the columns are cut, at most."""
+    return max(min(-(-PROGRAMS // -(-features // n)), steps // LEAST_STEPS), 1)
+
+
 def product(
     x: Tensor, w: QuantisedWeight, arrived: Tensor, norm: NormOf | None = None, gate: bool = False,
     residual: Tensor | None = None,
@@ -39,10 +64,12 @@ def product(
     """Multiplies as ``skinny_gemm.product`` does, by codes."""
     n, features = x.shape[0], w.out_features // (2 if gate else 1)
     assert fits(w) and x.ndim == 2 and 0 < n <= skinny_gemm.FEW and x.shape[1] == w.in_features and x.is_contiguous()
-    step = quantised_linear.span(w)
-    tile, cut, each, count, out, sums, squares, added, total = skinny_gemm.make_parts(
-        x, features, w.columns, step, arrived, norm, gate
-    )
+    step, tile = step_of(w), tile_of(x, w, gate)
+    spans = max(STEP // step, 1)
+    _, cut, each, count, out, sums, squares, added, total = skinny_gemm.make_parts(
+        x, features, w.columns, spans * step, arrived, norm, gate, tile,
+        pieces(features, -(-w.columns // (spans * step)), tile.n),
+    )  # fmt: skip
     depends = dependent_launch.possible(x.device)
     coded_skinny_kernel[(count, cut)](
         out, total, sums, squares, arrived, x, added, x if norm is None else norm.weight, w.codes, w.factor,
@@ -53,6 +80,7 @@ def product(
         ADD=norm is not None and norm.residual is not None, GATE=gate, BIAS=w.bias is not None,
         RESIDUAL=residual is not None, NARROW=x.dtype == torch.float16, PACKED=quantised_linear.is_packed(x.dtype),
         CONVERTS=quantised_linear.converts(w, x.device), DEPENDENT=depends, M=tile.m, N=tile.n, STEP=step,
+        SPANS=spans,
         num_warps=tile.warps, num_stages=tile.stages, **dependent_launch.options(depends),
     )  # fmt: skip
     return out
@@ -65,6 +93,7 @@ def coded_skinny_kernel(
     KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
     GATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NARROW: tl.constexpr, PACKED: tl.constexpr,
     CONVERTS: tl.constexpr, DEPENDENT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr,
+    SPANS: tl.constexpr,
 ):  # fmt: skip
     SIZE: tl.constexpr = STEP // 2 if KIND == _INT4 else STEP
     tile = tl.program_id(0)
@@ -73,14 +102,15 @@ def coded_skinny_kernel(
     there = feature < FEATURES
     first = piece * STEPS
     if DEPENDENT:
-        line = tl.minimum(first * SIZE + tl.arange(0, LINES) * LINE, WIDTH - 1)
+        line = tl.minimum(first * SPANS * SIZE + tl.arange(0, LINES) * LINE, WIDTH - 1)
         fetch(codes + tl.minimum(feature, FEATURES - 1).to(tl.int64)[:, None] * WIDTH + line[None, :])
         wait()
     row = tl.arange(0, M)
     here = row < rows
     acc, up, square = _sum_columns(
         total, x, added, norm, codes, scale, zero, first, tile, feature, there, row, here, COLUMNS, FEATURES, WIDTH,
-        STEPS, KIND, GROUP, ZERO, NORM, ADD, GATE, NARROW, PACKED, CONVERTS, M, N, STEP, SIZE,
+        STEPS, KIND, GROUP, ZERO, NORM, ADD, GATE, NARROW, PACKED, CONVERTS, M, N, STEP,
+        SPANS, SIZE,
     )  # fmt: skip
     last = True
     if PIECES > 1:
@@ -104,42 +134,89 @@ def _sum_columns(
     COLUMNS: tl.constexpr, FEATURES: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, KIND: tl.constexpr,
     GROUP: tl.constexpr, ZERO: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr,
     NARROW: tl.constexpr, PACKED: tl.constexpr, CONVERTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    STEP: tl.constexpr, SIZE: tl.constexpr,
+    STEP: tl.constexpr, SPANS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Returns (products, those of the second half of the features, squares of the rows) of a piece of the columns."""
+    """Returns (products, those of the second half of the features, squares of the rows) of a piece of the columns.
+
+    Scales and zero points of a step are loaded one step before, since nothing else would hide how long that takes.
+    """
     ALL: tl.constexpr = 2 * FEATURES if GATE else FEATURES
-    code_row = codes + feature.to(tl.int64) * WIDTH
-    acc = tl.zeros([M, N], tl.float32)
-    up = tl.zeros([M, N], tl.float32)
+    offset = feature[:, None] * WIDTH + tl.arange(0, SIZE)[None, :]
+    acc = tl.zeros([N, M], tl.float32)
+    up = tl.zeros([N, M], tl.float32)
     square = tl.zeros([M], tl.float32)
-    for i in range(first, tl.minimum(first + STEPS, (COLUMNS + STEP - 1) // STEP)):
-        low, high = _load_codes(code_row, i, there, x.dtype.element_ty, KIND, WIDTH, SIZE, PACKED)
-        up_low, up_high = low, high
-        if GATE:
-            up_row = code_row + FEATURES * WIDTH
-            up_low, up_high = _load_codes(up_row, i, there, x.dtype.element_ty, KIND, WIDTH, SIZE, PACKED)
-        for half in tl.static_range(STEP // SIZE):
-            begin = i * STEP + half * SIZE
-            at = begin + tl.arange(0, SIZE)
-            inside = at < COLUMNS
-            value = tl.load(x + row[:, None] * COLUMNS + at[None, :], mask=here[:, None] & inside[None, :], other=0.0)
-            if ADD:
-                value = _add_residual(value, added, total, row, at, here, inside, tile, COLUMNS)
-            weight = 0.0
-            if NORM:
-                wide = value.to(tl.float32)
-                square += tl.sum(wide * wide, 1)
-                weight = tl.load(norm + at, mask=inside, other=0.0).to(tl.float32)
-                if not NARROW:
-                    value = (wide * weight[None, :]).to(value.dtype)
-            own = low if half == 0 else high
-            acc = _coded_step(acc, value, own, weight, scale, zero, begin, feature, there, COLUMNS, ALL, KIND, GROUP,
-                              ZERO, CONVERTS, NORM and NARROW)  # fmt: skip
+    groups = _load_groups(
+        scale, zero, first * SPANS * STEP, feature, there, COLUMNS, ALL, GROUP, ZERO, GATE, STEP, SIZE
+    )
+    for i in range(first * SPANS, tl.minimum(first + STEPS, tl.cdiv(COLUMNS, STEP * SPANS)) * SPANS, SPANS):
+        for part in tl.static_range(SPANS):
+            step = i + part
+            held = _load_codes(codes, step, offset, there, FEATURES, WIDTH, N, SIZE, SPANS)
+            other = held
             if GATE:
-                other = up_low if half == 0 else up_high
-                up = _coded_step(up, value, other, weight, scale, zero, begin, feature + FEATURES, there, COLUMNS, ALL,
-                                 KIND, GROUP, ZERO, CONVERTS, NORM and NARROW)  # fmt: skip
-    return acc, up, square
+                other = _load_codes(codes + FEATURES * WIDTH, step, offset, there, FEATURES, WIDTH, N, SIZE, SPANS)
+            later = _load_groups(
+                scale, zero, (step + 1) * STEP, feature, there, COLUMNS, ALL, GROUP, ZERO, GATE, STEP, SIZE
+            )
+            for half in tl.static_range(STEP // SIZE):
+                at = step * STEP + half * SIZE + tl.arange(0, SIZE)
+                inside = at < COLUMNS
+                seen = here[:, None] & inside[None, :]
+                value = tl.load(x + row[:, None] * COLUMNS + at[None, :], mask=seen, other=0.0)
+                if ADD:
+                    value = _add_residual(value, added, total, row, at, here, inside, tile, COLUMNS)
+                weight = 0.0
+                if NORM:
+                    wide = value.to(tl.float32)
+                    square += tl.sum(wide * wide, 1)
+                    weight = tl.load(norm + at, mask=inside, other=0.0)
+                    if not NARROW:
+                        value = (wide * weight.to(tl.float32)[None, :]).to(value.dtype)
+                acc = _coded_step(acc, value, held, half, weight, groups[half][0], groups[half][1], KIND, GROUP, ZERO,
+                                  PACKED, CONVERTS, NORM and NARROW)  # fmt: skip
+                if GATE:
+                    up = _coded_step(up, value, other, half, weight, groups[half][2], groups[half][3], KIND, GROUP,
+                                     ZERO, PACKED, CONVERTS, NORM and NARROW)  # fmt: skip
+            groups = later
+    return tl.trans(acc), tl.trans(up), square
+
+
+@triton.jit
+def _load_groups(
+    scale, zero, begin, feature, there, COLUMNS: tl.constexpr, ALL: tl.constexpr, GROUP: tl.constexpr,
+    ZERO: tl.constexpr, GATE: tl.constexpr, STEP: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Returns (scales, zero points, those of the second half of the features) of each half of a step."""
+    low = _load_group(scale, zero, begin, feature, there, COLUMNS, ALL, GROUP, ZERO, GATE)
+    high = low
+    if STEP > SIZE and GROUP > 0 and GROUP % STEP != 0:
+        high = _load_group(scale, zero, begin + SIZE, feature, there, COLUMNS, ALL, GROUP, ZERO, GATE)
+    return low, high
+
+
+@triton.jit
+def _load_group(
+    scale, zero, begin, feature, there, COLUMNS: tl.constexpr, ALL: tl.constexpr, GROUP: tl.constexpr,
+    ZERO: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    at = feature
+    if GROUP:  # a step may lie beyond the last group
+        at = (tl.minimum(begin, COLUMNS - 1) // GROUP).to(tl.int64) * ALL + feature
+    size = 0.0
+    less = 0
+    up_size = 0.0
+    up_less = 0
+    if GROUP:
+        size = tl.load(scale + at, mask=there, other=0.0)
+        up_size = size
+        if GATE:
+            up_size = tl.load(scale + at + ALL // 2, mask=there, other=0.0)
+    if ZERO:
+        less = tl.load(zero + at, mask=there, other=0)
+        up_less = less
+        if GATE:
+            up_less = tl.load(zero + at + ALL // 2, mask=there, other=0)
+    return size, less, up_size, up_less
 
 
 @triton.jit
@@ -181,36 +258,33 @@ def _add_pieces(
 
 @triton.jit
 def _load_codes(
-    code_row, i, there, dtype: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
-    PACKED: tl.constexpr,
+    codes, step, offset, there, FEATURES: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr,
+    SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the codes [SIZE, N] of step ``i``, and of its second half where two share a byte."""
-    at = i * SIZE + tl.arange(0, SIZE)
-    held = tl.load(code_row[None, :] + at[:, None], mask=there[None, :] & (at < WIDTH)[:, None], other=0)
-    if KIND == _INT4:
-        low, high = split_codes(held, dtype, PACKED)
+    """Returns the codes [N, SIZE] of a step; masks only where a shape needs them, since they narrow the loads."""
+    address = codes + step * SIZE + offset
+    if FEATURES % N == 0 and WIDTH % (SIZE * SPANS) == 0:
+        held = tl.load(address)
     else:
-        low = held
-        high = held
-    return low, high
+        inside = step * SIZE + tl.arange(0, SIZE) < WIDTH
+        held = tl.load(address, mask=there[:, None] & inside[None, :], other=0)
+    return held
 
 
 @triton.jit
 def _coded_step(
-    acc, value, held, weight, scale, zero, begin, feature, there, COLUMNS: tl.constexpr, ALL: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, CONVERTS: tl.constexpr, SCALED: tl.constexpr,
+    acc, value, held, half: tl.constexpr, weight, size, less, KIND: tl.constexpr, GROUP: tl.constexpr,
+    ZERO: tl.constexpr, PACKED: tl.constexpr, CONVERTS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Returns ``acc`` plus the product of columns from ``begin`` on, whose codes are ``held`` [SIZE, N]."""
-    group = feature
-    if GROUP:  # the second half of the last step may lie beyond the last group
-        group = (tl.minimum(begin, COLUMNS - 1) // GROUP).to(tl.int64) * ALL + feature
-    numbers = decode_numbers(held, zero + group, there, KIND, ZERO, CONVERTS)
+    """Returns ``acc`` [N, M] plus the product of codes ``held`` [N, SIZE], of 4 bits the ``half`` of each byte, with
+    ``value`` [M, SIZE].
+    """
+    numbers = decode_rows(held, half, less, value.dtype, KIND, ZERO, PACKED, CONVERTS)
     if SCALED:
-        numbers = numbers.to(tl.float32) * weight[:, None]
+        numbers = numbers.to(weight.dtype) * weight[None, :]
     numbers = numbers.to(value.dtype)
     if GROUP:
-        size = tl.load(scale + group, mask=there, other=0.0).to(tl.float32)
-        acc += tl.dot(value, numbers, input_precision="ieee") * size[None, :]
+        acc += tl.dot(numbers, tl.trans(value), input_precision="ieee") * size.to(tl.float32)[:, None]
     else:
-        acc = tl.dot(value, numbers, acc, input_precision="ieee")
+        acc = tl.dot(numbers, tl.trans(value), acc, input_precision="ieee")
     return acc
