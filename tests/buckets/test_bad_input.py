@@ -142,7 +142,8 @@ PROFILE = {"format": "trencadis bucket profile", "version": 1, "block_size": 128
     ('[["DECODE", "", [1, 2], 9.0], ["DEC', "no profile"), (" " * 300_000, "larger than 256 KiB"),
     ({"version": 2}, "not version 1"), ({"block_size": 64}, "recorded with KV blocks of 64 tokens"),
     ([["DECODE", "", [1, 2], float("nan")]], "finite numbers above 0"), ([["DECODE", "", [1, 2], -1]], "above 0"),
-    ([["DECODE", "", [1, -2], 1]], "whole numbers from 1"), ([["DECODE", "", [1, 2], 1]] * 4097, "more than 4096 cells"),
+    ([["DECODE", "", [1, -2], 1]], "whole numbers from 1"),
+    ([["DECODE", "", [1, 2], 1]] * 4097, "more than 4096 cells"),
     ([["LUNCH", "", [1, 2], 1]], "no profile"), (None, "No such file"),
 ])  # fmt: skip
 def test_bad_profiles(
