@@ -56,12 +56,20 @@ def change_of(manager: GraphManager, captures: GraphCaptures, said: list[Plan]) 
     )
 
 
+def check_sums(captures: GraphCaptures) -> None:
+    """The ledger has every byte of the card, and no row has bytes that the card has not."""
+    rows, memory = dict(captures.ledger.rows()), captures.graphs.backend.memory
+    assert sum(rows.values()) == memory.total()
+    assert memory.free() == rows["margin"] + rows["graph reserve unused"]
+
+
 def run_change(manager: GraphManager, captures: GraphCaptures) -> None:
     """A full start, then a change; launches of the old plan run between the pieces."""
     Warmup(manager, captures).run_all()
     said: list[Plan] = []
     change = change_of(manager, captures, said)
     while change.advance() is not None:
+        check_sums(captures)
         if not said and not change.failure:
             for bucket in small_plan().buckets:
                 manager.run(bucket, None, 1)  # type: ignore[arg-type]
@@ -183,7 +191,11 @@ class Changes:
 
     def warm(self) -> Any:
         self.pieces += 1
-        return self._warm()
+        state, watch = self._warm(), self.engine._watch
+        if watch is not None and watch.captures is not None:
+            watch.captures.observe()
+            check_sums(watch.captures)
+        return state
 
     def step(self) -> Any:
         self.steps, before, loaded = self.steps + 1, self.pieces, not self.engine.idle()
@@ -221,9 +233,7 @@ def check(engine: Engine) -> None:
     captures = engine._watch.captures  # type: ignore[union-attr]
     assert captures is not None
     captures.observe()
-    rows, memory = dict(captures.ledger.rows()), captures.graphs.backend.memory
-    assert sum(rows.values()) == memory.total()
-    assert memory.total() - memory.free() == memory.total() - rows["margin"] - rows["graph reserve unused"]
+    check_sums(captures)
     assert not any(captures.own.lost.values())
 
 
