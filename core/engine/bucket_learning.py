@@ -103,7 +103,7 @@ class PlanAccess:
         failure: returns why the last change kept the plan; empty: it was published.
         take_times: returns the launches that were measured since the last call.
         launches: returns the launches so far.
-        compile_seconds: returns the seconds that making each bucket took.
+        making_seconds: returns the seconds that compiling and capturing each bucket took.
         graph_bytes: returns the bytes of graphs, measured or predicted.
         pools: returns the stages that share a pool, and the bytes that it has for their graphs.
         launch_times: median seconds of launches that an earlier server has kept.
@@ -114,7 +114,7 @@ class PlanAccess:
     failure: Callable[[], str] = lambda: ""
     take_times: Callable[[], Sequence[LaunchTime]] = lambda: ()
     launches: Callable[[], int] = lambda: 0
-    compile_seconds: Callable[[], Mapping[Bucket, float]] = lambda: {}
+    making_seconds: Callable[[], Mapping[Bucket, float]] = lambda: {}
     graph_bytes: Callable[[], Mapping[Bucket, int]] = lambda: {}
     pools: Callable[[], Sequence[tuple[frozenset[Stage], float]]] = lambda: ()
     launch_times: Mapping[Bucket, float] = field(default_factory=dict)
@@ -316,7 +316,7 @@ class BucketLearning:
 
     def _making_seconds(self) -> dict[Stage, float]:
         """Returns, by stage, the mean seconds that making a bucket has taken."""
-        took = self.rank.compile_seconds()
+        took = self.rank.making_seconds()
         return {stage: mean(s for b, s in took.items() if b.stage is stage) for stage in {b.stage for b in took}}
 
     def _change_seconds(self, buckets: Sequence[Bucket]) -> float:

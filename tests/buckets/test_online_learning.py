@@ -120,7 +120,7 @@ class Day:
         self.learning = BucketLearning(
             LearningSettings(self.static, self.most, self.static.policy.cost, ON),
             NeedRecorder(self.static, clock=lambda: self.now),
-            PlanAccess(lambda: self.plan, compile_seconds=lambda: dict.fromkeys(self.static.buckets, making)),
+            PlanAccess(lambda: self.plan, making_seconds=lambda: dict.fromkeys(self.static.buckets, making)),
             lambda: self.now, bucket_search_process.solve,
         )  # fmt: skip
 

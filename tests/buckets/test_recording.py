@@ -133,8 +133,9 @@ def test_memory_is_flat_over_ten_million_needs(plan: Plan) -> None:
     for part in range(100):
         if part == 10:
             before = int(pages.read_text().split()[1])
-        for rows, blocks in rng.integers(1, (129, 4097), (100_000, 2)).tolist():
-            needs.add(Stage.DECODE, (rows, blocks))
+        rows, blocks = rng.poisson(16, 100_000), rng.lognormal(5, 0.8, 100_000).astype(int)
+        for need in zip(rows.tolist(), blocks.tolist(), strict=True):
+            needs.add(Stage.DECODE, need)
     grown = (int(pages.read_text().split()[1]) - before) * resource.getpagesize()
     print(f"{needs.count} cells, {grown / 1024:.0f} KiB more resident after 10,000,000 needs than after 1,000,000")
     assert needs.count <= MAX_CELLS and grown < 1 << 20
