@@ -156,14 +156,15 @@ def simulate(phases: list[Phase], seed: int, hindsight: bool = True, making: flo
         best = StepPrices(best_plan)
         part = np.array([0.0, 0.0, second * making * len(set(best_plan.buckets) - set(last.buckets))])
         for step in steps:
-            if made := day.advance(step):
+            made = day.advance(step)
+            if prices.plan is not day.plan:
                 prices, changes = StepPrices(day.plan), changes + 1
                 part[0] += second * making * made
             part += prices(step), fixed(step), best(step)
         totals += part
         if hindsight:
-            Totals(*part.tolist(), changes).show(phase.name)
-    found = Totals(*totals.tolist(), changes)
+            Totals(part[0], part[1], part[2], changes).show(phase.name)
+    found = Totals(totals[0], totals[1], totals[2], changes)
     found.show("the day")
     return found
 
