@@ -235,7 +235,9 @@ def check(engine: Engine) -> None:
 
 
 def change_in_flight(make: Make, count: int, every: int, seed: int, **flags: Any) -> Changes:
-    wanted = serve(make(learn_buckets="off", **flags), count, seed)
+    static = make(learn_buckets="off", **flags)
+    wanted = serve(static, count, seed)
+    static.close()  # a process has one group of ranks
     engine = make(learn_buckets="on", **flags)
     changes = Changes(engine, every, seed)
     found = serve(engine, count, seed)
