@@ -50,9 +50,9 @@ from trencadis.core.shapes.measured_launch_times import (
     MeasuredCosts,
     Residual,
 )
-from trencadis.core.shapes.plan_change_rules import ChangeGuard, ChangeRate, PlanCosts
+from trencadis.core.shapes.plan_change_rules import HORIZON_SECONDS, ChangeGuard, ChangeRate, PlanCosts
 from trencadis.core.shapes.plan_from_recorded_needs import KEPT_STAGES
-from trencadis.core.shapes.shape_need_recorder import NeedRecorder
+from trencadis.core.shapes.shape_need_recorder import PERIOD_SECONDS, NeedRecorder
 
 log = logging.getLogger("trencadis.engine")
 
@@ -71,9 +71,6 @@ SHOWN_CELLS = 512
 SHOWN_CHANGES = 32
 CLOSING_SECONDS = 10.0
 """Seconds that the end of an engine waits for a profile that is being written."""
-
-HORIZON_SECONDS = 24 * 3600.0
-"""Seconds of load over which the compilation of a new shape must pay."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class PlanAccess:
         failure: returns why the last change kept the plan; empty: it was published.
         take_times: returns the launches that were measured since the last call.
         launches: returns the launches so far.
-        compile_seconds: returns the seconds that making each bucket took.
+        making_seconds: returns the seconds that compiling and capturing each bucket took.
         graph_bytes: returns the bytes of graphs, measured or predicted.
         pools: returns the stages that share a pool, and the bytes that it has for their graphs.
         launch_times: median seconds of launches that an earlier server has kept.
@@ -117,7 +114,7 @@ class PlanAccess:
     failure: Callable[[], str] = lambda: ""
     take_times: Callable[[], Sequence[LaunchTime]] = lambda: ()
     launches: Callable[[], int] = lambda: 0
-    compile_seconds: Callable[[], Mapping[Bucket, float]] = lambda: {}
+    making_seconds: Callable[[], Mapping[Bucket, float]] = lambda: {}
     graph_bytes: Callable[[], Mapping[Bucket, int]] = lambda: {}
     pools: Callable[[], Sequence[tuple[frozenset[Stage], float]]] = lambda: ()
     launch_times: Mapping[Bucket, float] = field(default_factory=dict)
@@ -159,11 +156,12 @@ class BucketLearning:
         self._judged = False
         """True once the proposal was found to pay, and is only shown because shapes do not change here."""
         self._gain = 0.0
+        self._costs: list[PlanCosts] = []
+        """What the periods of traffic since the proposal was found cost."""
         self._thread: threading.Thread | None = None
         self._saver: threading.Thread | None = None
         self._found: Answer | str = ""
         self._force = self._asked = self._reverting = False
-        self._recent = True
         self._warned = False
         known = [BucketTimes(bucket, [seconds]) for bucket, seconds in self.rank.launch_times.items()]
         self.times = LaunchTimes(self.settings.time).restore(LEAST_LAUNCHES if known else 0, known)
@@ -190,7 +188,7 @@ class BucketLearning:
             self.handled, self.revision = self.handled + 1, self.revision + 1
             return
         self._force, self._asked = force, True
-        self._search(recent=False)
+        self._search()
 
     def tick(self) -> None:
         """Does what is due; cheap if nothing is."""
@@ -295,28 +293,37 @@ class BucketLearning:
             periods = self.recorder.take_periods()
             if periods is not None:
                 static, cells = self.settings.static, [period.list_cells() for period in periods]
-                proposed = dataclasses.replace(static, buckets=self._proposal.buckets)
-                self._run(PriceTask(cells, proposed, self.present(), static, self._measured or self.settings.time))
+                found = self._proposal.buckets, self._proposal.recent
+                proposed, recent = (dataclasses.replace(static, buckets=buckets) for buckets in found)
+                time = self._measured or self.settings.time
+                self._run(PriceTask(cells, proposed, self.present(), static, recent, time))
             return
         due = self.recorder.seconds - self._searched_at >= SEARCH_SECONDS
         if due and self.recorder.steps >= LEAST_STEPS:
-            self._recent = not self._recent  # after a shift of the traffic, hours of other needs outweigh the new ones
-            self._search(self._recent)
+            self._search()
 
-    def _search(self, recent: bool) -> None:
-        """Starts a search by all needs recorded so far, of which those of the last hour count most if ``recent``."""
+    def _search(self) -> None:
+        """Starts a search by the needs recorded so far."""
         self._searched_at = self.recorder.seconds
-        s, charges = self.settings, dict[Stage, float]()
-        took = self.rank.compile_seconds()
-        for stage in {bucket.stage for bucket in took}:
-            charges[stage] = mean(seconds for b, seconds in took.items() if b.stage is stage) / HORIZON_SECONDS
+        s, charges = self.settings, {stage: took / HORIZON_SECONDS for stage, took in self._making_seconds().items()}
         self._run(
             LearnTask(
-                s.static, self.recorder.snapshot(recent).cells, s.most, s.time, s.unchanged,
+                s.static, self.recorder.snapshot().cells, s.most, s.time, s.unchanged,
                 self.present().buckets, charges, self.times.count, self.times.list_seconds(),
-                self.rank.graph_bytes(), self.rank.pools(),
+                self.rank.graph_bytes(), self.rank.pools(), self.recorder.snapshot(recent=True).cells,
             )
         )  # fmt: skip
+
+    def _making_seconds(self) -> dict[Stage, float]:
+        """Returns, by stage, the mean seconds that making a bucket has taken."""
+        took = self.rank.making_seconds()
+        return {stage: mean(s for b, s in took.items() if b.stage is stage) for stage in {b.stage for b in took}}
+
+    def _change_seconds(self, buckets: Sequence[Bucket]) -> float:
+        """Returns the seconds that a change to ``buckets`` is expected to take."""
+        making = self._making_seconds()
+        usual = mean(making.values()) if making else 0.0
+        return sum(making.get(bucket.stage, usual) for bucket in set(buckets) - set(self.present().buckets))
 
     def _run(self, task: Task) -> None:
         """Runs a task in a thread; ``tick`` takes its answer."""
@@ -369,15 +376,18 @@ class BucketLearning:
         if isinstance(found, FoundBuckets):
             self._measured, self._residuals = found.time, found.residuals
             kept = [b for b in present.buckets if b.stage in KEPT_STAGES]  # fewer than in the plan of the limits
-            learned = [b for b in found.buckets if b.stage not in KEPT_STAGES]
-            found = dataclasses.replace(found, buckets=tuple(sorted([*kept, *learned])))
+            buckets, recent = (
+                tuple(sorted([*kept, *(b for b in plan if b.stage not in KEPT_STAGES)]))
+                for plan in (found.buckets, found.recent or found.buckets)
+            )
+            found = dataclasses.replace(found, buckets=buckets, recent=recent)
         if isinstance(found, list):
             self._judge(found, now)
         elif isinstance(found, str):
             self._note(FAILURE, present.buckets, present, present.version, found)
             self._proposal = None
             self._answer()
-        elif set(found.buckets) == set(present.buckets):
+        elif set(found.buckets) == set(found.recent) == set(present.buckets):
             self._proposal = None
             self._answer()
         elif force:
@@ -385,28 +395,40 @@ class BucketLearning:
         elif self._judged and self._proposal is not None and set(found.buckets) == set(self._proposal.buckets):
             self._answer()
         else:
-            self._proposal, self._gain, self._judged = found, 0.0, False
+            self._proposal, self._gain, self._judged, self._costs = found, 0.0, False, []
             self.recorder.begin_periods()
             self._note(PROPOSED, present.buckets, dataclasses.replace(present, buckets=found.buckets))
             self._answer()
         self.revision += 1
 
     def _judge(self, costs: Sequence[PlanCosts], now: float) -> None:
-        """Decides about the proposal by what the traffic since it was made costs."""
+        """Decides about the proposal by what the traffic since it was made costs.
+
+        That of the last hour's needs takes its place where it costs less; if that is certain, the traffic has shifted.
+        """
         assert self._proposal is not None
-        present = self.present()
+        present, proposal = self.present(), self._proposal
+        self._costs = costs = [*self._costs, *costs]
+        if plan_change_rules.is_recent_better(costs):
+            proposal = dataclasses.replace(proposal, buckets=proposal.recent)
+            if plan_change_rules.has_traffic_shifted(costs):
+                self.recorder.start_over()
+            costs = plan_change_rules.take_recent(costs)
         self._gain = plan_change_rules.gain_of(costs)
-        verdict = plan_change_rules.judge(costs)
+        self.revision += 1
+        takes = self._change_seconds(proposal.buckets)
+        verdict = plan_change_rules.judge(costs, takes, PERIOD_SECONDS * len(costs))
+        if plan_change_rules.needs_more_evidence(verdict, costs):
+            self.recorder.begin_periods()
+            return
         if verdict == PUBLISHED:
             verdict = self.rate.refuses(now) or verdict
         if verdict == PUBLISHED and self.settings.mode == ON:
-            self.pending = self._proposal
+            self.pending = proposal
         elif verdict != PUBLISHED:
-            self._note(verdict, present.buckets, dataclasses.replace(present, buckets=self._proposal.buckets))
+            self._note(verdict, present.buckets, dataclasses.replace(present, buckets=proposal.buckets))
         self._judged = verdict == PUBLISHED and self.settings.mode != ON
-        if not self._judged:
-            self._proposal = None
-        self.revision += 1
+        self._proposal = proposal if self._judged else None
 
     # Records
 

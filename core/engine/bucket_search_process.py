@@ -32,7 +32,12 @@ from trencadis.core.shapes.measured_launch_times import (
     parse_cost,
 )
 from trencadis.core.shapes.plan_change_rules import PlanCosts, price_periods
-from trencadis.core.shapes.plan_from_recorded_needs import GraphMemoryLimits, TooFewGraphs, learn_plan
+from trencadis.core.shapes.plan_from_recorded_needs import (
+    GraphMemoryLimits,
+    LearnedPlan,
+    TooFewGraphs,
+    learn_plan,
+)
 from trencadis.core.shapes.shape_need_histogram import NeedCell, NeedHistogram
 
 PATIENCE = 120.0
@@ -40,8 +45,11 @@ PATIENCE = 120.0
 
 NICE = 10
 
-HEDGE = 0.2
+HEDGE = 0.1
 """``hedge`` of ``learn_plan`` for plans that change while serving."""
+
+PRICED = ("proposed", "present", "static", "recent")
+"""Plans of a ``PriceTask``."""
 
 Cells = Sequence[NeedCell]
 
@@ -62,6 +70,7 @@ class LearnTask:
         times: their seconds.
         bytes: known bytes of graphs.
         pools: stages that share a pool, and the bytes that it has for their graphs.
+        recent: the needs of the last hour, for which a plan is searched as well.
     """
 
     static: Plan
@@ -75,16 +84,22 @@ class LearnTask:
     times: Sequence[BucketTimes] = ()
     bytes: Mapping[Bucket, int] = field(default_factory=dict)
     pools: Sequence[tuple[frozenset[Stage], float]] = ()
+    recent: Cells = ()
 
 
 @dataclass(frozen=True)
 class PriceTask:
-    """Task: compute the cost of each period's needs under the proposed, the present and the static plan."""
+    """Task: compute the cost of each period's needs under the proposed, the present and the static plan.
+
+    Args:
+        recent: the plan that was chosen by the needs of the last hour.
+    """
 
     periods: Sequence[Cells]
     proposed: Plan
     present: Plan
     static: Plan
+    recent: Plan
     time: Cost
 
 
@@ -95,6 +110,7 @@ class FoundBuckets:
     Args:
         time: the seconds of launches by which they were chosen; None: by the policy's cost.
         residuals: relative errors of these seconds.
+        recent: the buckets that the needs of the last hour alone ask for; empty: not searched.
     """
 
     buckets: tuple[Bucket, ...]
@@ -104,6 +120,7 @@ class FoundBuckets:
     static: float
     time: MeasuredCosts | None = None
     residuals: dict[Stage, Residual] = field(default_factory=dict)
+    recent: tuple[Bucket, ...] = ()
 
 
 Task = LearnTask | PriceTask
@@ -141,20 +158,27 @@ def solve(task: Task) -> Answer:
     """
     if isinstance(task, PriceTask):
         periods = [_histogram(cells) for cells in task.periods]
-        return price_periods(periods, task.proposed, task.present, task.static, task.time)
+        return price_periods(periods, task.proposed, task.present, task.static, task.recent, task.time)
     if not task.needs:
         raise SearchFailed("nothing has been recorded")
     times = LaunchTimes(task.time).restore(task.launches, task.times)
     measured = times.fit()
-    try:
-        found = learn_plan(
-            task.static, _histogram(task.needs), task.most, task.unchanged, None, measured or task.time,
-            task.charges, task.present, GraphMemoryLimits(fit_bytes(task.bytes), tuple(task.pools)), HEDGE,
+    memory = GraphMemoryLimits(fit_bytes(task.bytes), tuple(task.pools))
+
+    def learn(needs: Cells) -> LearnedPlan:
+        return learn_plan(
+            task.static, _histogram(needs), task.most, task.unchanged, None, measured or task.time, task.charges,
+            task.present, memory, HEDGE,
         )  # fmt: skip
+
+    try:
+        found = learn(task.needs)
+        recent = learn(task.recent).plan.buckets if task.recent else ()
     except TooFewGraphs as error:
         raise SearchFailed(f"--max-graphs {task.most}: these limits need at least {error.least}") from None
     residuals = {} if measured is None else times.residuals(measured)
-    return FoundBuckets(found.plan.buckets, found.graphs, found.cost, found.bound, found.static, measured, residuals)
+    figures = found.graphs, found.cost, found.bound, found.static
+    return FoundBuckets(found.plan.buckets, *figures, measured, residuals, recent)
 
 
 def _histogram(cells: Cells) -> NeedHistogram:
@@ -170,7 +194,7 @@ def _histogram(cells: Cells) -> NeedHistogram:
 def describe_task(task: Task) -> JsonObject:
     """Returns a task as JSON."""
     if isinstance(task, PriceTask):
-        plans = {name: _describe_plan(getattr(task, name)) for name in ("proposed", "present", "static")}
+        plans = {name: _describe_plan(getattr(task, name)) for name in PRICED}
         return {
             "periods": [_describe_cells(cells) for cells in task.periods],
             "time": describe_cost(task.time),
@@ -188,18 +212,20 @@ def describe_task(task: Task) -> JsonObject:
         "bytes": [[*_describe_buckets([bucket]), count] for bucket, count in task.bytes.items()],
         "pools": [[sorted(stage.name for stage in stages), limit] for stages, limit in task.pools],
         "charges": {stage.name: share for stage, share in task.charges.items()},
+        "recent": _describe_cells(task.recent),
     }
 
 
 def parse_task(record: JsonMapping) -> Task:
     """Returns the task that ``describe_task`` has described."""
-    time, static = parse_cost(record["time"]), _parse_plan(record["static"])
+    time = parse_cost(record["time"])
     if "periods" in record:
         periods = [_parse_cells(cells) for cells in record["periods"]]
-        return PriceTask(periods, _parse_plan(record["proposed"]), _parse_plan(record["present"]), static, time)
+        proposed, present, static, recent = (_parse_plan(record[name]) for name in PRICED)
+        return PriceTask(periods, proposed, present, static, recent, time)
     assert isinstance(time, Costs)
     return LearnTask(
-        static,
+        _parse_plan(record["static"]),
         _parse_cells(record["needs"]),
         record["most"],
         time,
@@ -210,6 +236,7 @@ def parse_task(record: JsonMapping) -> Task:
         [BucketTimes(_parse_buckets([bucket])[0], seconds) for bucket, seconds in record["times"]],
         {_parse_buckets([bucket])[0]: count for bucket, count in record["bytes"]},
         [(frozenset(Stage[name] for name in stages), limit) for stages, limit in record["pools"]],
+        _parse_cells(record["recent"]),
     )
 
 
@@ -253,7 +280,8 @@ def describe_answer(answer: Answer) -> JsonObject:
     figures = {"graphs": answer.graphs, "cost": answer.cost, "bound": answer.bound, "static": answer.static}
     residuals = {stage.name: found for stage, found in answer.residuals.items()}
     time = None if answer.time is None else describe_cost(answer.time)
-    return {"buckets": _describe_buckets(answer.buckets), **figures, "time": time, "residuals": residuals}
+    recent = {"recent": _describe_buckets(answer.recent)}
+    return {"buckets": _describe_buckets(answer.buckets), **figures, "time": time, "residuals": residuals, **recent}
 
 
 def parse_answer(record: JsonMapping) -> Answer:
@@ -270,7 +298,8 @@ def parse_answer(record: JsonMapping) -> Answer:
     assert not isinstance(time, Costs)
     residuals = {Stage[name]: Residual(*found) for name, found in record["residuals"].items()}
     figures = record["graphs"], record["cost"], record["bound"], record["static"]
-    return FoundBuckets(_parse_buckets(record["buckets"]), *figures, time, residuals)
+    buckets, recent = (_parse_buckets(record[name]) for name in ("buckets", "recent"))
+    return FoundBuckets(buckets, *figures, time, residuals, recent)
 
 
 def main() -> None:

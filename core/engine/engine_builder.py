@@ -228,6 +228,7 @@ def _open_learning(config: EngineConfig, model: ModelConfig, opened: OpenedRank)
     )
     if opened.watch is not None and opened.watch.captures is not None:
         captures = opened.watch.captures
+        access.making_seconds = captures.list_making_seconds
         access.graph_bytes, access.pools = captures.list_bytes, captures.list_learned_pools
         access.launch_times, access.keep_launches = captures.launches, captures.keep_launches
     return BucketLearning(settings, runner.recorder, access)

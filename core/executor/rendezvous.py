@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trencadis.core.device.backend import BackendConfig
+from trencadis.core.errors import StartupError
 from trencadis.core.executor.rank_info_and_fingerprint import TCP
 
 if TYPE_CHECKING:
@@ -152,8 +153,17 @@ def join_group(cfg: BackendConfig, collectives: str) -> None:
 
     Args:
         collectives: backends by torch's names, such as ``gloo`` or ``cpu:gloo,cuda:nccl``.
+
+    Raises:
+        StartupError: the group is that of another engine of this process, whose ranks would wait for this one.
     """
-    if cfg.ranks == 1 or torch.distributed.is_initialized():
+    if cfg.ranks == 1:
+        return
+    if torch.distributed.is_initialized():
+        if _joined and cfg.rendezvous not in _joined:
+            raise StartupError(
+                "an engine of several ranks is open in this process, which has one group of ranks; close it first."
+            )
         return
     torch.distributed.init_process_group(
         collectives, store=open_store(cfg), rank=cfg.number, world_size=cfg.ranks, timeout=TIMEOUT

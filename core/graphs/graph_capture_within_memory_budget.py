@@ -152,6 +152,8 @@ class GraphCaptures:
         """Bytes that this rank's graphs took; ``measured`` holds the highest of all ranks."""
         self.seconds: dict[str, float] = defaultdict(float)
         """Time spent on captures, by stage."""
+        self.took: dict[Bucket, float] = {}
+        """Seconds of each bucket's last capture."""
         self.given_up: set[Bucket] = set()
         self._formulas: dict[Bucket, GraphPrice] = {}
         """Prices of all graphs that are or were planned, since a measured cost predicts those of its neighbours."""
@@ -282,6 +284,10 @@ class GraphCaptures:
             )
         return False
 
+    def list_making_seconds(self) -> dict[Bucket, float]:
+        """Returns the seconds that compiling and capturing each bucket took."""
+        return {bucket: seconds + self.took.get(bucket, 0.0) for bucket, seconds in self.graphs.took.items()}
+
     def _try(self, bucket: Bucket) -> tuple[CaptureOutcome, str]:
         """Makes one capture on this rank; returns its outcome and, if it failed, the reason."""
         program = self.graphs.program(bucket)
@@ -299,7 +305,8 @@ class GraphCaptures:
                 format_error(error),
             )
         self.graphs.observer.enter(before)
-        self.seconds[bucket.stage.name.lower()] += time.perf_counter() - start
+        self.took[bucket] = time.perf_counter() - start
+        self.seconds[bucket.stage.name.lower()] += self.took[bucket]
         self.graphs.accept_compilations()
         if how is CaptureOutcome.CAPTURED and program.state is not ProgramState.CAPTURED:
             how = CaptureOutcome.NO_GRAPHS

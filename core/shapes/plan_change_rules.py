@@ -1,7 +1,8 @@
 """Decides whether a proposed plan replaces the present one: gain, certainty, and how often. Pure Python.
 
-A change costs compilations and captures, so it must pay: by needs that the proposal was not chosen with, more than
-``LEAST_GAIN`` of the seconds, with an interval of confidence above 0, and no loss against the plan of the limits.
+A change costs compilations and captures, so it must pay: by needs that the proposal was not chosen with, with an
+interval of confidence above 0, and without a loss against the plan of the limits. A gain above ``LEAST_GAIN`` counts at
+once; a smaller one once the traffic by which it was judged would have saved as much as the change takes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,22 @@ from trencadis.core.shapes.plan_from_recorded_needs import expected_cost
 from trencadis.core.shapes.shape_need_histogram import NeedHistogram
 
 LEAST_GAIN = 0.03
+"""Share of the present plan's seconds, less what the change takes, above which a gain counts at once."""
+
+SLIGHT_GAIN = 0.002
+"""Share below which no gain counts."""
+
+HORIZON_SECONDS = 24 * 3600.0
+"""Seconds of load over which the making of new shapes must pay."""
+
 DRAWS = 1000
 """Bootstrap draws of the periods."""
+
+MOST_PERIODS = 24
+"""Periods of traffic after which a proposal that does not pay is given up."""
+
+UNSTEADY_PERIODS = 12
+"""Periods after which a gain must be certain: the longer it takes, the older the needs that the proposal is for."""
 
 CHANGE_SECONDS = 600.0
 HOUR_SECONDS = 3600.0
@@ -39,11 +54,13 @@ MOST_OVERRUN = 1.05
 
 
 class PlanCosts(NamedTuple):
-    """What the needs of one period cost in three plans."""
+    """What the needs of one period cost in some plans."""
 
     proposed: float
     present: float
     static: float
+    recent: float = math.inf
+    """That of the plan that was chosen by the needs of the last hour alone."""
 
 
 def price_periods(
@@ -51,11 +68,27 @@ def price_periods(
     proposed: Plan,
     present: Plan,
     static: Plan,
+    recent: Plan,
     time: Callable[[Bucket], float] | None = None,
 ) -> list[PlanCosts]:
     """Returns the costs of each period that has any needs; ``time``: that of a launch, by default the policy's cost."""
-    plans = (proposed, present, static)
+    plans = (proposed, present, static, recent)
     return [PlanCosts(*(expected_cost(plan, period, time) for plan in plans)) for period in periods if period.cells]
+
+
+def is_recent_better(costs: Sequence[PlanCosts]) -> bool:
+    """Returns True if the plan of the last hour's needs costs less than the proposed one."""
+    return sum(c.recent for c in costs) < sum(c.proposed for c in costs)
+
+
+def take_recent(costs: Sequence[PlanCosts]) -> list[PlanCosts]:
+    """Returns the costs with the plan of the last hour's needs as the proposed one."""
+    return [c._replace(proposed=c.recent) for c in costs]
+
+
+def has_traffic_shifted(costs: Sequence[PlanCosts]) -> bool:
+    """Returns True if the plan of the last hour's needs certainly costs less than the one of all needs."""
+    return least_gain([c._replace(proposed=c.recent, present=c.proposed) for c in costs]) > 0
 
 
 def gain_of(costs: Sequence[PlanCosts]) -> float:
@@ -73,14 +106,28 @@ def least_gain(costs: Sequence[PlanCosts], seed: int = 0) -> float:
     return found[DRAWS // 40]
 
 
-def judge(costs: Sequence[PlanCosts]) -> str:
-    """Returns ``PUBLISHED`` if the proposal may replace the present plan, else why not."""
+def judge(costs: Sequence[PlanCosts], takes: float = 0.0, judged: float = HORIZON_SECONDS) -> str:
+    """Returns ``PUBLISHED`` if the proposal may replace the present plan, else why not.
+
+    Args:
+        takes: seconds that the change would take.
+        judged: seconds of load that ``costs`` are of.
+    """
     gain = gain_of(costs)
-    if gain <= LEAST_GAIN:
+    if gain <= SLIGHT_GAIN or (gain - takes / HORIZON_SECONDS <= LEAST_GAIN and gain * judged <= takes):
         return SMALL
     if least_gain(costs) <= 0:
         return UNSTEADY
     return PUBLISHED if sum(c.proposed for c in costs) <= sum(c.static for c in costs) else WORSE
+
+
+def needs_more_evidence(verdict: str, costs: Sequence[PlanCosts]) -> bool:
+    """Returns True if a proposal that was refused may pay once it is judged by more traffic."""
+    if gain_of(costs) <= SLIGHT_GAIN:
+        return False
+    if verdict == UNSTEADY:
+        return len(costs) < UNSTEADY_PERIODS
+    return verdict == SMALL and len(costs) < MOST_PERIODS and least_gain(costs) > 0
 
 
 @dataclass

@@ -176,6 +176,13 @@ class NeedRecorder:
             cells = (self._recent if recent else self._lasting).list_cells()
             return NeedSnapshot(cells, self.steps, self.seconds)
 
+    def start_over(self) -> None:
+        """Forgets what was recorded before the needs that fade fast, because the traffic has become another one."""
+        with self._lock:
+            self._collect()
+            self._lasting = NeedHistogram(self.half_life, LASTING_CELLS)
+            self._lasting.merge(self._recent)
+
     def take_unsaved(self, least: float) -> NeedHistogram:
         """Returns the needs since the last call, without cells below ``least``, which are kept until they reach it."""
         with self._lock:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.traffic.launch_lines import GUIDE, model_of
 from trencadis.backends.hpu.hpu_settings import settings
 from trencadis.backends.hpu.shape_policy import SERVING
+from trencadis.core.buckets import LORA, Stage
 from trencadis.core.checkpoint.model_registry import family_options
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.bucket_profile import learn_from_profile, write_profile
+from trencadis.core.shapes.launch_costs import work_of
 from trencadis.core.shapes.shape_limits import ShapeLimits
+from trencadis.core.shapes.shape_need_histogram import NeedHistogram
 from trencadis.multimodal.qwen2_vl.smart_resize import square_sizes
 from trencadis.server.cli.main import main
 
@@ -126,3 +133,68 @@ def test_a_list_that_ends_too_early_names_both_figures() -> None:
         limits = ShapeLimits(8, 2048, 2048, 128, 16384, squares=tuple(square_sizes(16384, step)))
         (line,) = make_plan(SERVING, limits, BucketOptions(vision=(1600, 7744))).notes
         assert f"{side}x{side} pixels ({patches} patches, 9216 slots)" in line, line
+
+
+PROFILE = {"format": "trencadis bucket profile", "version": 1, "block_size": 128}
+
+
+@pytest.mark.parametrize("cells, rule", [
+    ('[["DECODE", "", [1, 2], 9.0], ["DEC', "no profile"), (" " * 300_000, "larger than 256 KiB"),
+    ({"version": 2}, "not version 1"), ({"block_size": 64}, "recorded with KV blocks of 64 tokens"),
+    ([["DECODE", "", [1, 2], float("nan")]], "finite numbers above 0"), ([["DECODE", "", [1, 2], -1]], "above 0"),
+    ([["DECODE", "", [1, -2], 1]], "whole numbers from 1"),
+    ([["DECODE", "", [1, 2], 1]] * 4097, "more than 4096 cells"),
+    ([["LUNCH", "", [1, 2], 1]], "no profile"), (None, "No such file"),
+])  # fmt: skip
+def test_bad_profiles(
+    cells: Any, rule: str, vl_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "needs.json"
+    if isinstance(cells, str):
+        path.write_text(cells)
+    elif cells is not None:
+        path.write_text(json.dumps({**PROFILE, **(cells if isinstance(cells, dict) else {"cells": cells})}))
+    words = ["plan", str(vl_checkpoint), "--device", "hpu", "--memory", "8GiB", "--bucket-profile", str(path)]
+    line = refused(words, capsys)
+    assert "--bucket-profile" in line and rule in line, line
+
+
+@pytest.mark.parametrize("words, rule", [
+    (["--max-graphs", "2"], "--max-graphs 2: these limits need at least"), (["--max-graphs", "0"], "--max-graphs"),
+    (["--bucket-half-life", "0"], "--bucket-half-life"), (["--learn-buckets", "perhaps"], "--learn-buckets"),
+])  # fmt: skip
+def test_bad_settings_of_learning(
+    words: list[str], rule: str, vl_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "needs.json"
+    path.write_text(json.dumps({**PROFILE, "cells": [["DECODE", "", [1, 2], 9.0]]}))
+    device = ["--device", "hpu", "--memory", "8GiB", "--bucket-profile", str(path)]
+    assert rule in refused(["plan", str(vl_checkpoint), *device, *words], capsys)
+
+
+@pytest.mark.parametrize("lines, rule", [
+    ([{"arrival": 1}, {"arrival": 0}], "line 2"), ([{"prompt": 0}], "line 1"), ([{"lunch": 1}], "'lunch'"),
+])  # fmt: skip
+def test_bad_traces(
+    lines: list[dict[str, Any]], rule: str, vl_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(json.dumps({"arrival": 0, "prompt": 5, "output": 1, **line}) for line in lines))
+    words = ["plan", str(vl_checkpoint), "--device", "hpu", "--memory", "8GiB", "--trace", str(path)]
+    assert rule in refused(words, capsys)
+
+
+def test_a_profile_of_a_model_with_other_variants_is_searched_again(tmp_path: Path) -> None:
+    """Needs of adapters, which this model does not serve, and none of images, which it does."""
+    model = model_of(3584, 28, 28, 4, 18944)
+    plan, plain, both = make_plan(SERVING, GUIDE, BucketOptions(), model), NeedHistogram(), NeedHistogram()
+    for rows in range(1, 40):
+        plain.add(Stage.DECODE, (rows, 9 * rows), rows)
+        both.add(Stage.DECODE, (rows, 9 * rows), rows)
+        both.add(Stage.DECODE, (3 * rows, 9 * rows), rows, LORA)
+    found = []
+    for needs in (plain, both):
+        write_profile(str(tmp_path / "needs.json"), needs, 128)
+        work = work_of(model, 128)
+        found.append(learn_from_profile(str(tmp_path / "needs.json"), plan, BucketOptions(), 40, work).plan.buckets)
+    assert found[0] == found[1] and any(b.stage is Stage.VISION for b in found[0])

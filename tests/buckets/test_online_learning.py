@@ -6,7 +6,6 @@ import dataclasses
 import random
 from collections.abc import Iterator
 from functools import cache
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,10 +18,10 @@ from trencadis.core.bucket_lookup import Plan
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.engine import bucket_search_process
 from trencadis.core.engine.bucket_learning import ON, BucketLearning, LearningSettings, PlanAccess
-from trencadis.core.shapes import shape_need_recorder
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.launch_costs import Costs
+from trencadis.core.shapes.plan_change_rules import PlanCosts
 from trencadis.core.shapes.plan_from_recorded_needs import KEPT_STAGES, learn_plan, list_covers
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
 from trencadis.core.shapes.shape_need_histogram import NeedHistogram, count_step, list_needs
@@ -44,8 +43,8 @@ FLOOD = StepNeeds((RowNeed(0, 0, 611), RowNeed(1, 0, 611), *(RowNeed(i, 700, 1) 
 """One user sends the same prompt again and again."""
 
 
-STEP_SECONDS = 4.0
-"""Seconds of load for which each simulated step stands."""
+STEP_SECONDS = 1.0
+"""Seconds of load for which each simulated step stands; a server has more steps, so that chance matters less there."""
 
 
 class Phase(NamedTuple):
@@ -81,46 +80,93 @@ class StepPrices:
 
 
 class Totals(NamedTuple):
-    """Modelled time of a day: learning online, static, and with the best plan of each phase in hindsight."""
+    """Modelled time of a day: learning online, static, and with the best plan of each phase in hindsight. The first and
+    the last one include what changes take.
+    """
 
     online: float
     static: float
     hindsight: float
     changes: int
 
+    def show(self, name: str) -> None:
+        online, hindsight = self.online / self.static, self.hindsight / self.static
+        share = f"{(1 - online) / (1 - hindsight):.2f}" if hindsight < 1 else "-"
+        print(
+            f"{name}: online {online:.4f}, hindsight {hindsight:.4f} of static, {share} of its gain; online over"
+            f" hindsight {online / hindsight:.4f}, {self.changes} changes"
+        )
 
-def simulate(phases: list[Phase], seed: int, hindsight: bool = True) -> Totals:
-    """The real learning, with a clock that goes on by ``STEP_SECONDS`` a step, and searches that take no time."""
-    static = make_plan(SERVING, GUIDE, BucketOptions(), MODEL)
-    assert isinstance(static.policy.cost, Costs)
-    clock, rank, rng = SimpleNamespace(now=0.0), SimpleNamespace(plan=static), random.Random(seed)
-    most = sum(b.stage not in KEPT_STAGES for b in static.buckets)
-    learning = BucketLearning(
-        LearningSettings(static, most, static.policy.cost, ON),
-        NeedRecorder(static, clock=lambda: clock.now), PlanAccess(lambda: rank.plan), lambda: clock.now,
-        bucket_search_process.solve,
-    )  # fmt: skip
+
+MAKING = 0.3
+"""Seconds in which a graph is captured, or made from a recipe on disk."""
+
+COMPILING = 4.7
+"""Seconds in which a graph is compiled (14 minutes for 178 of them)."""
+
+
+class Day:
+    """The real learning, with a clock that goes on by ``STEP_SECONDS`` a step, and searches that take no time.
+
+    Args:
+        making: seconds that each new bucket takes, in which nothing is served.
+    """
+
+    def __init__(self, making: float) -> None:
+        self.making, self.now = making, 0.0
+        self.static = self.plan = make_plan(SERVING, GUIDE, BucketOptions(), MODEL)
+        assert isinstance(self.static.policy.cost, Costs)
+        self.most = sum(b.stage not in KEPT_STAGES for b in self.static.buckets)
+        self.learning = BucketLearning(
+            LearningSettings(self.static, self.most, self.static.policy.cost, ON),
+            NeedRecorder(self.static, clock=lambda: self.now),
+            PlanAccess(lambda: self.plan, making_seconds=lambda: dict.fromkeys(self.static.buckets, making)),
+            lambda: self.now, bucket_search_process.solve,
+        )  # fmt: skip
+
+    def advance(self, step: StepNeeds) -> int:
+        """Lets a step pass; returns the number of buckets that were made for a change after it."""
+        self.now += STEP_SECONDS
+        self.learning.recorder.count(step.rows, step.images)
+        self.learning.tick()
+        if self.learning._thread is not None:
+            self.learning._thread.join()
+        if self.learning.pending is None:
+            return 0
+        self.plan, before = change(self.learning, self.plan), self.plan
+        self.learning.end_change(before)
+        return len(set(self.plan.buckets) - set(before.buckets))
+
+
+def simulate(phases: list[Phase], seed: int, hindsight: bool = True, making: float = MAKING) -> Totals:
+    """A day of traffic; see ``Day``."""
+    day, rng = Day(making), random.Random(seed)
+    static, best_plan = day.static, day.static
     prices, fixed = StepPrices(static), StepPrices(static)
     totals, changes = np.zeros(3), 0
     for phase in phases:
         steps = list(steps_of_phase(phase, rng))
-        needs = NeedHistogram()
+        second = sum(map(fixed, steps)) / phase.seconds
+        needs, last = NeedHistogram(), best_plan
         for step in steps:
             count_step(needs, step.rows, step.images, static)
-        best = StepPrices(learn_plan(static, needs, most).plan) if hindsight else fixed
+        if hindsight:
+            share = {stage: making / phase.seconds for stage in Stage}
+            best_plan = learn_plan(static, needs, day.most, charges=share, present=last.buckets).plan
+        best = StepPrices(best_plan)
+        part = np.array([0.0, 0.0, second * making * len(set(best_plan.buckets) - set(last.buckets))])
         for step in steps:
-            clock.now += STEP_SECONDS
-            learning.recorder.count(step.rows, step.images)
-            learning.tick()
-            if learning._thread is not None:
-                learning._thread.join()
-            if learning.pending is not None:
-                rank.plan, before = change(learning, rank.plan), rank.plan
-                learning.end_change(before)
-                prices, changes = StepPrices(rank.plan), changes + 1
-            totals += prices(step), fixed(step), best(step)
-    online, before, best_known = totals.tolist()
-    return Totals(online, before, best_known, changes)
+            made = day.advance(step)
+            if prices.plan is not day.plan:
+                prices, changes = StepPrices(day.plan), changes + 1
+                part[0] += second * making * made
+            part += prices(step), fixed(step), best(step)
+        totals += part
+        if hindsight:
+            Totals(part[0], part[1], part[2], changes).show(phase.name)
+    found = Totals(totals[0], totals[1], totals[2], changes)
+    found.show("the day")
+    return found
 
 
 def change(learning: BucketLearning, plan: Plan) -> Plan:
@@ -129,23 +175,24 @@ def change(learning: BucketLearning, plan: Plan) -> Plan:
     return dataclasses.replace(plan, version=plan.version + 1, buckets=tuple(sorted({*kept, *learning.begin_change()})))
 
 
-@pytest.fixture(autouse=True)
-def steps_are_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shape_need_recorder, "IDLE_SECONDS", STEP_SECONDS)
+SHIFTS = [Phase(name, 8 * HOUR) for name in ("chat", "documents", "image-chat")]
 
 
 @pytest.mark.long
 def test_traffic_that_shifts_twice_in_a_day() -> None:
-    """Eight hours of each kind: within 3 % of the best plans in hindsight, and not above the plan of the limits.
-
-    The aim of half of what hindsight gains is missed: most of it lies below the 3 % that a change must gain.
+    """Eight hours of each kind: within 3 % of the best plans in hindsight, not above the plan of the limits, and at
+    least half of what hindsight gains.
     """
-    found = simulate([Phase(name, 8 * HOUR) for name in ("chat", "documents", "image-chat")], 1)
-    online, hindsight = found.online / found.static, found.hindsight / found.static
-    print(f"online {online:.4f}, hindsight {hindsight:.4f} of static, {found.changes} changes")
-    print(f"{(1 - online) / (1 - hindsight):.2f} of what hindsight gains")
-    assert found.online <= 1.03 * found.hindsight and online <= 1.0
-    assert 1 - online >= 0.15 * (1 - hindsight)
+    found = simulate(SHIFTS, 1)
+    assert found.online <= 1.03 * found.hindsight and found.online <= found.static
+    assert found.static - found.online >= 0.5 * (found.static - found.hindsight)
+
+
+@pytest.mark.long
+def test_traffic_that_shifts_where_graphs_are_compiled() -> None:
+    """Then changes take minutes, and fewer of them pay."""
+    found = simulate(SHIFTS, 1, making=COMPILING)
+    assert found.online <= 1.03 * found.hindsight and found.online <= found.static
 
 
 @pytest.mark.long
@@ -153,8 +200,32 @@ def test_traffic_that_shifts_twice_in_a_day() -> None:
 def test_traffic_that_alternates_costs_next_to_nothing(kinds: tuple[str, str]) -> None:
     """Every 15 minutes for a day."""
     found = simulate([Phase(kinds[i % 2], HOUR // 4) for i in range(96)], 2, hindsight=False)
-    print(f"{kinds}: online {found.online / found.static:.4f} of static, {found.changes} changes")
     assert found.online <= 1.01 * found.static
+
+
+@pytest.mark.parametrize("recent", [80.0, 120.0])
+def test_the_plan_of_the_last_hour_is_used_where_it_serves_later_traffic_better(recent: float) -> None:
+    """And what was recorded before counts no more from then on."""
+    day = Day(MAKING)
+    lasting, latest = (
+        tuple(b for b in day.static.buckets if b.stage is not Stage.DECODE or b.dims[0] != rows) for rows in (8, 16)
+    )
+
+    def solve(task: bucket_search_process.Task) -> bucket_search_process.Answer:
+        if isinstance(task, bucket_search_process.PriceTask):
+            assert (task.proposed.buckets, task.recent.buckets) == (lasting, latest)
+            return [PlanCosts(90.0, 100.0, 100.0, recent)] * len(task.periods)
+        assert task.needs and task.recent and len(task.needs) >= len(task.recent)
+        return bucket_search_process.FoundBuckets(lasting, len(lasting), 1.0, 1.0, 1.0, recent=latest)
+
+    day.learning.solve = solve
+    step = StepNeeds((RowNeed(0, 700, 1),))
+    while day.plan.version == 1:
+        day.advance(step)
+        assert day.now < 2 * HOUR
+    assert day.plan.buckets == (latest if recent < 90 else lasting)
+    weights = (sum(c.weight for c in day.learning.recorder.snapshot(r).cells) for r in (False, True))
+    assert (next(weights) == pytest.approx(next(weights), rel=0.01)) == (recent < 90)
 
 
 # Closure
@@ -190,7 +261,10 @@ def check_closure(name: str, traffics: int, count: int) -> None:
 
 
 def _held(needs: np.ndarray, buckets: np.ndarray) -> np.ndarray:
+    """Whether any bucket holds each need; buckets that another one holds cannot change that."""
     found = np.zeros(len(needs), bool)
+    inside = (buckets[:, None] <= buckets[None]).all(axis=2).sum(axis=1)
+    buckets = buckets[inside == 1]
     for dims in buckets[np.argsort(-buckets.prod(axis=1))]:
         found |= (needs <= dims).all(axis=1)
         if found.all():

@@ -25,6 +25,7 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.executor import rendezvous
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor, RankDied, RankFailed
 from trencadis.core.executor.rank_info_and_fingerprint import can_share, check_size, threads_of
 from trencadis.core.executor.rank_launcher import LocalLauncher
@@ -180,6 +181,7 @@ from trencadis.core.executor.rank_launcher import LocalLauncher
 from trencadis.core.links import message_link
 from trencadis.core.process import child_process_environment_and_exit
 from trencadis.core.executor import rank_launcher
+from trencadis.core.executor import rendezvous
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor
 config = EngineConfig(policy="sleep@1", tensor_parallel_size=3)
 ranks = MultiprocExecutor(config, "tests.fakes.ranks:make")
@@ -231,6 +233,16 @@ def test_sums_have_the_same_bits_on_every_rank_and_in_every_row(tmp_path: Path) 
     assert rows.equal((parts[0] + parts[1] + parts[2]).expand(50, -1)), "in the order of the ranks"
     exact = sum(p.bfloat16().double() for p in parts)
     torch.testing.assert_close(small.double(), exact, rtol=2**-8, atol=0)
+
+
+def test_a_second_engine_of_ranks_does_not_wait_in_the_group_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process has one group: its other ranks would wait for rank 0, which is in that of the open engine."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(rendezvous, "_joined", {"/tmp/first"})
+    sizes = BackendConfig(max_tokens=1, max_rows=1, vocab_size=2, world=2)
+    rendezvous.join_group(replace(sizes, rendezvous="/tmp/first"), "gloo")
+    with pytest.raises(StartupError, match="close it first"):
+        rendezvous.join_group(replace(sizes, rendezvous="/tmp/second"), "gloo")
 
 
 def test_sizes_that_share_whole_heads() -> None:
