@@ -44,8 +44,8 @@ SCHEMA: dict[str, Any] = {
     "type": "object", "properties": {"city": {"enum": ["Bonn", "Ulm"]}}, "required": ["city"],
     "additionalProperties": False,
 }  # fmt: skip
-FUNCTION: dict[str, Any] = {"name": "f", "description": "Weather of a city.", "parameters": SCHEMA}
-USER: dict[str, Any] = {"role": "user", "content": "Weather?"}
+FUNCTION: Any = {"name": "f", "description": "Weather of a city.", "parameters": SCHEMA}
+USER: Any = {"role": "user", "content": "Weather?"}
 FORCED = {"structured_outputs": {"regex": "(sun|rain)"}, "thinking_token_budget": 6}
 REASONS: dict[str, Any] = {"logit_bias": {"64": 100}, "thinking_token_budget": 6}
 """Lets an answer begin with the channel ``analysis``, whose first letter is id 64, and ends it after some letters."""
@@ -110,7 +110,7 @@ def check_prompt(running: RunningServer, messages: list[Any], reasoning: str, ar
 @pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 def test_chat(open_ai: openai.OpenAI, running: RunningServer, stream: bool) -> None:
-    asked: dict[str, Any] = {"model": "m", "tools": [{"type": "function", "function": FUNCTION}], "max_tokens": 200}
+    asked: Any = {"model": "m", "tools": [{"type": "function", "function": FUNCTION}], "max_tokens": 200}
     made: Any = open_ai.chat.completions.create(
         **asked, messages=[USER], tool_choice="required", parallel_tool_calls=False, extra_body=REASONS, stream=stream
     )
