@@ -96,7 +96,11 @@ class Idle:
 
     def execute(self, step: Step) -> Done:
         """Returns token 1 for every draw."""
-        step = self.batch.expand_step(step)
+        self.batch.apply(step.batch)
+        change, own = step.batch, step.rows
+        step = self.batch.with_all_rows(step)
+        if change is not None:
+            self.batch.advance(own, change.joins)
         self.seen(step)
         self.tally.steps += 1
         if step.images:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from trencadis.core.errors import StartupError, suggest_name
@@ -354,60 +354,3 @@ def _unknown(name: str, flags: Collection[str]) -> str:
     suggestion = suggest_name(name, (*BY_NAME, *flags))
     hint = f"; did you mean {suggestion}?" if suggestion else "."
     return f"{name} is not a variable that Trencadis reads{hint}"
-
-
-def markdown(flags: Iterable[Env], others: Iterable[Env] = ()) -> str:
-    """Returns the section of docs/configuration.md about environment variables.
-
-    Args:
-        flags: the variables that set a flag.
-        others: variables of another server.
-    """
-    every = (*flags, *TABLE)
-    titles = (
-        (READ, "Read"),
-        (IGNORED, "Accepted without effect (one line says so)"),
-        (REFUSED, "Refused"),
-    )
-    lines = [
-        "## Environment variables",
-        "",
-        f"Booleans take `{' '.join(TRUE)}` and `{' '.join(FALSE)}`. "
-        "A variable that has no effect, or that nobody knows (`VLLM_*`, `TRENCADIS_*`), prints one line.",
-    ]
-    for effect, title in titles:
-        rows = [e for e in every if e.effect == effect and not e.plugin]
-        if rows:
-            lines += ["", f"### {title}", "", "| variable | kind | default | meaning |", "|---|---|---|---|"]
-            lines += [f"| `{e.name}` | {e.kind} | {e.default or '-'} | {e.meaning} |" for e in rows]
-    lines += ["", "### Others of vLLM", "", _OTHERS, "", "| here | why | variables |", "|---|---|---|"]
-    lines += _group_by_reason(others)
-    lines += ["", "### Of Gaudi's plug-ins", "", _OF_PLUGINS, "", "| variable | here | meaning |", "|---|---|---|"]
-    lines += [f"| `{e.name}` | {_here(e)} | {e.meaning} |" for e in every if e.plugin]
-    return "\n".join(lines) + "\n"
-
-
-_OTHERS = "Variables of vLLM 0.33 and before, beside those above. Neutral ones have no effect, and a line says why."
-
-
-def _group_by_reason(others: Iterable[Env]) -> Iterator[str]:
-    """Yields one table row for each reason, with all variables that share it."""
-    names: dict[tuple[str, str], list[str]] = {}
-    for env in others:
-        names.setdefault((_here(env), env.meaning), []).append(f"`{env.name}`")
-    for (here, why), some in names.items():
-        yield f"| {here} | {why} | {', '.join(some)} |"
-
-
-_OF_PLUGINS = (
-    "Every variable of vLLM's Gaudi plug-in, and of the bridge below it as far as it matters here: what works, what is "
-    "neutral (it tunes how something is computed there, and has no effect here), and what is refused and why. The "
-    "flags and buckets that both know stand above."
-)
-
-
-def _here(env: Env) -> str:
-    """Returns ``works``, ``neutral`` or ``refused``, with the default or the refused values."""
-    if env.effect == READ:
-        return f"works; default {env.default}" if env.default else "works"
-    return "neutral" if env.effect == IGNORED else f"refused ({env.refuses})"

@@ -281,8 +281,7 @@ def test_backends_do_not_see_each_other() -> None:
 NAMES_DEVICES = {
     "core/devices.py", "core/envs.py", "core/engine_config.py", "server/plan/plan_command.py", "server/cli/main.py",
     "server/cli/collect_env.py",
-    "server/config/vllm_engine_flags.py", "server/config/vllm_flag_table.py",
-    "server/config/ignored_and_refused_vllm_env.py",
+    "server/config/vllm_engine_flags.py", "server/config/vllm_flag_and_env_table.py",
 }  # fmt: skip
 """The backends' string table, tables of variables, flags and packages, and two usage texts."""
 

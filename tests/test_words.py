@@ -50,7 +50,7 @@ SUCCESSORS = {
 }
 """Words of before, with what is said now. In names, file names, docstrings, comments and documents."""
 
-KEPT = ("tools/demo/language/", "tools/renaming/", "tests/tools/test_rename.py", "tests/test_words.py", "README.md")
+KEPT = ("tools/demo/language/", "tests/test_words.py", "README.md")
 """Files that may use an old word: the demo's questions and answers, and what speaks of the words themselves."""
 
 KEPT_NAMES = {"pictures_kernel": "docs/kernels.csv", "pictures_join_kernel": "docs/kernels.csv"}

@@ -60,48 +60,32 @@ if (_ROOT / "core").is_dir() and (_ROOT / "pyproject.toml").is_file():
     # In a checkout the packages are siblings of this folder; an installed wheel has them below it.
     __path__.append(str(_ROOT))
 
-_LAZY = {
-    "AsyncEngineArgs": ("trencadis.engine_args", "AsyncEngineArgs"),
-    "AsyncLLM": ("trencadis.async_llm", "AsyncLLM"),
-    "AsyncLLMEngine": ("trencadis.async_llm", "AsyncLLM"),
-    "BeamSearchOutput": ("trencadis.offline_beam_search", "BeamSearchOutput"),
-    "BeamSearchParams": ("trencadis.offline_beam_search", "BeamSearchParams"),
-    "BeamSearchSequence": ("trencadis.offline_beam_search", "BeamSearchSequence"),
-    "ClassificationOutput": ("trencadis.outputs", "ClassificationOutput"),
-    "ClassificationRequestOutput": ("trencadis.outputs", "ClassificationRequestOutput"),
-    "CompletionOutput": ("trencadis.outputs", "CompletionOutput"),
-    "EmbeddingOutput": ("trencadis.outputs", "EmbeddingOutput"),
-    "EmbeddingRequestOutput": ("trencadis.outputs", "EmbeddingRequestOutput"),
-    "EngineArgs": ("trencadis.engine_args", "EngineArgs"),
-    "EngineConfig": ("trencadis.core.engine_config", "EngineConfig"),
-    "FlatLogprobs": ("trencadis.outputs", "FlatLogprobs"),
-    "FlexibleArgumentParser": ("trencadis.engine_args", "FlexibleArgumentParser"),
-    "GuidedDecodingParams": ("trencadis.core.output_constraints", "GuidedDecodingParams"),
-    "LLMEngine": ("trencadis.llm_engine", "LLMEngine"),
-    "LLM": ("trencadis.llm", "LLM"),
-    "LoRARequest": ("trencadis.offline_adapters", "LoRARequest"),
-    "Logprob": ("trencadis.outputs", "Logprob"),
-    "PoolingOutput": ("trencadis.outputs", "PoolingOutput"),
-    "PoolingParams": ("trencadis.server.protocol.pooling_params", "PoolingParams"),
-    "PoolingRequestOutput": ("trencadis.outputs", "PoolingRequestOutput"),
-    "PromptType": ("trencadis.prompt_inputs", "PromptType"),
-    "RepetitionDetectionParams": ("trencadis.core.output_constraints", "RepetitionDetectionParams"),
-    "RequestOutput": ("trencadis.outputs", "RequestOutput"),
-    "RequestOutputKind": ("trencadis.core.request", "RequestOutputKind"),
-    "SamplingParams": ("trencadis.core.request", "SamplingParams"),
-    "ScoringOutput": ("trencadis.outputs", "ScoringOutput"),
-    "ScoringRequestOutput": ("trencadis.outputs", "ScoringRequestOutput"),
-    "StartupError": ("trencadis.core.errors", "StartupError"),
-    "StructuredOutputsParams": ("trencadis.core.output_constraints", "StructuredOutputsParams"),
-    "TextPrompt": ("trencadis.prompt_inputs", "TextPrompt"),
-    "TokensPrompt": ("trencadis.prompt_inputs", "TokensPrompt"),
-    "TrencadisError": ("trencadis.core.errors", "TrencadisError"),
-    "load_chat_template": ("trencadis.engine_args", "load_chat_template"),
-}
+_NAMES = {
+    "trencadis.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
+    "trencadis.core.engine_config": ("EngineConfig",),
+    "trencadis.core.errors": ("StartupError", "TrencadisError"),
+    "trencadis.core.output_constraints": (
+        "GuidedDecodingParams", "RepetitionDetectionParams", "StructuredOutputsParams",
+    ),
+    "trencadis.core.request": ("RequestOutputKind", "SamplingParams"),
+    "trencadis.engine_args": ("AsyncEngineArgs", "EngineArgs", "FlexibleArgumentParser", "load_chat_template"),
+    "trencadis.llm": ("LLM",),
+    "trencadis.llm_engine": ("LLMEngine",),
+    "trencadis.offline_adapters": ("LoRARequest",),
+    "trencadis.offline_beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
+    "trencadis.outputs": (
+        "ClassificationOutput", "ClassificationRequestOutput", "CompletionOutput", "EmbeddingOutput",
+        "EmbeddingRequestOutput", "FlatLogprobs", "Logprob", "PoolingOutput", "PoolingRequestOutput",
+        "RequestOutput", "ScoringOutput", "ScoringRequestOutput",
+    ),
+    "trencadis.prompt_inputs": ("PromptType", "TextPrompt", "TokensPrompt"),
+    "trencadis.server.protocol.pooling_params": ("PoolingParams",),
+}  # fmt: skip
+"""Modules -> the public names that they have, which are imported at their first use."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 if TYPE_CHECKING:
-    from trencadis.async_llm import AsyncLLM
-    from trencadis.async_llm import AsyncLLM as AsyncLLMEngine
+    from trencadis.async_llm import AsyncLLM, AsyncLLMEngine
     from trencadis.core.engine_config import EngineConfig
     from trencadis.core.errors import StartupError, TrencadisError
     from trencadis.core.output_constraints import (
@@ -136,9 +120,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name in _LAZY:
-        module, attribute = _LAZY[name]
-        return getattr(import_module(module), attribute)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     if name[:1].isupper() or name == "initialize_ray_cluster":
         from trencadis.unsupported_vllm_names import UNSUPPORTED_CLASSES, make_unsupported_class
 

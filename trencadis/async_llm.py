@@ -272,3 +272,7 @@ class AsyncLLM(UnsupportedMethods):
     def _on_engine_info(self, info: engine_messages.EngineInfo) -> None:
         self.service.max_model_len = info.max_model_len
         self._startup_done.set()
+
+
+AsyncLLMEngine = AsyncLLM
+"""An older name of vLLM's."""

@@ -17,8 +17,8 @@ from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.flag_declaration import FlagValue
 from trencadis.server.config import resolve_settings
 from trencadis.server.config.flag_table_and_lookup import LISTS, Flag, get_flag_table
+from trencadis.server.config.vllm_flag_and_env_table import ROWS
 from trencadis.server.config.vllm_flag_row_and_value_conversion import convert_flags
-from trencadis.server.config.vllm_flag_table import ROWS
 from trencadis.server.prompts.media_frontends import MediaRules, make_text_service
 from trencadis.server.prompts.prompt_builder import TextService
 from trencadis.server.text.chat_template import read_override

@@ -8,7 +8,7 @@ print(llm.chat([{"role": "user", "content": "Who are you?"}])[0].outputs[0].text
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -20,7 +20,7 @@ from trencadis.core.json_types import JsonMapping
 from trencadis.core.request import AdapterRef, SamplingParams
 from trencadis.core.startup_progress_and_warmup_pacing import Progress
 from trencadis.engine_args import EngineArgs, build_offline_setup, read_template
-from trencadis.llm_engine import LLMEngine, PromptProgressBar, UseTqdm
+from trencadis.llm_engine import LLMEngine, UseTqdm
 from trencadis.multimodal.media_parts_and_mm_processor_kwargs import media_scope
 from trencadis.multimodal.media_timing_and_concurrency import gather_or_cancel
 from trencadis.offline_adapters import LoRARequests
@@ -314,27 +314,16 @@ class LLM(PoolingMethods, UnsupportedMethods):
         priority: Sequence[int] | None = None,
         adapters: Sequence[AdapterRef | None] = (),
     ) -> list[RequestOutput]:
-        bar = PromptProgressBar(len(prompts), use_tqdm)
-        done: dict[str, RequestOutput | None] = {}
-        try:
+        def submit() -> Iterator[str]:
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
                 request_id = f"llm-{next(self._request_numbers)}"
                 adapter = adapters[i] if adapters else None
                 self.llm_engine.submit(
                     request_id, prompt, final_output_only(p), priority[i] if priority else 0, adapter=adapter
                 )
-                done[request_id] = None
-            left = len(done)
-            while left:
-                for output in self.llm_engine.step_for(done):
-                    done[output.request_id] = output
-                    left -= 1
-                    bar.step(output)
-        finally:
-            bar.close()
-            self.llm_engine.abort_request([i for i, output in done.items() if output is None])
-            self.llm_engine.drain()
-        return [output for output in done.values() if output is not None]
+                yield request_id
+
+        return self.llm_engine.run_to_end(submit(), len(prompts), use_tqdm)
 
     def _wait(self, work: Any) -> Any:
         return self.llm_engine.wait(work)

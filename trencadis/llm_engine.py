@@ -222,6 +222,30 @@ class LLMEngine(UnsupportedMethods):
         self._pending_outputs = [o for o in made if o.request_id not in ids]
         return [o for o in made if o.request_id in ids]
 
+    def run_to_end(self, submitted: Iterable[str], count: int, use_tqdm: UseTqdm) -> list[RequestOutput]:
+        """Runs requests until they have ended and returns their last outputs, in order; all end if one fails.
+
+        Args:
+            submitted: submits ``count`` requests while it yields their ids.
+            use_tqdm: see ``PromptProgressBar``.
+        """
+        bar = PromptProgressBar(count, use_tqdm)
+        done: dict[str, RequestOutput | None] = {}
+        try:
+            for request_id in submitted:
+                done[request_id] = None
+            left = len(done)
+            while left:
+                for output in self.step_for(done):
+                    done[output.request_id] = output
+                    left -= 1
+                    bar.step(output)
+        finally:
+            bar.close()
+            self.abort_request([i for i, output in done.items() if output is None])
+            self.drain()
+        return [output for output in done.values() if output is not None]
+
     def _step_engine(self) -> list[RequestOutput]:
         touched: dict[str, OfflineRequest] = {}
         failed: TrencadisError | None = None

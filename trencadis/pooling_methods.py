@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from trencadis.core.errors import BadRequest
 from trencadis.core.json_types import JsonMapping
 from trencadis.core.request import AdapterRef
 from trencadis.engine_args import read_template
-from trencadis.llm_engine import LLMEngine, PromptProgressBar, UseTqdm
+from trencadis.llm_engine import LLMEngine, UseTqdm
 from trencadis.multimodal.media_timing_and_concurrency import gather_or_cancel
 from trencadis.offline_adapters import LoRARequests
 from trencadis.outputs import (
@@ -213,26 +213,15 @@ class PoolingMethods:
         self, prompts: Sequence[Prompt], pooling: Pooling, params: Sequence[PoolingParams], use_tqdm: UseTqdm,
         adapters: Sequence[AdapterRef | None],
     ) -> list[RequestOutput]:  # fmt: skip
-        engine, bar = self.llm_engine, PromptProgressBar(len(prompts), use_tqdm)
-        done: dict[str, RequestOutput | None] = {}
-        try:
+        def submit() -> Iterator[str]:
             for prompt, one, adapter in zip(prompts, params, adapters, strict=True):
                 request_id = f"pool-{next(self._request_numbers)}"
                 request = make_pooling_request(request_id, prompt, pooling, one, arrival=0.0)
                 request.adapter = adapter
-                engine.submit_request(request, prompt)
-                done[request_id] = None
-            left = len(done)
-            while left:
-                for output in engine.step_for(done):
-                    done[output.request_id] = output
-                    left -= 1
-                    bar.step(output)
-        finally:
-            bar.close()
-            engine.abort_request([i for i, output in done.items() if output is None])
-            engine.drain()
-        return [output for output in done.values() if output is not None]
+                self.llm_engine.submit_request(request, prompt)
+                yield request_id
+
+        return self.llm_engine.run_to_end(submit(), len(prompts), use_tqdm)
 
 
 def _raw_values(made: RequestOutput, pooling: Pooling, params: PoolingParams) -> Float32:

@@ -15,25 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+import trencadis.backends.cpu.host_padding as host_padding
 from trencadis.backends.cpu.attention_plan import CpuAttn
 from trencadis.backends.cpu.batch_invariant import InvariantOps
 from trencadis.backends.cpu.gloo_comm import make_comm, make_pipe
-from trencadis.backends.cpu.host_padding import (
-    cells,
-    flag_padding_windows,
-    head,
-    last_slots,
-    pad,
-    pad_cross_attention,
-    pad_image_adapters,
-    pad_interpolation,
-    pad_recurrent,
-    pool,
-    reset,
-    slot_map,
-    visible_ends,
-    windows,
-)
 from trencadis.backends.cpu.measured_kernel_choice import UNCHANGED, choice_of, choose_table
 from trencadis.backends.cpu.native import dense_linear, kernel_threads
 from trencadis.backends.cpu.native.kernel_choice_by_cpu import KernelTable, with_choice
@@ -146,11 +131,13 @@ def make_tensors(bucket: Bucket, inputs: Inputs, block_size: int, upto: bool = F
             tensors = _vision(inputs, bucket.dims[0])
             if bucket.variant != LORA:
                 return tensors
-            slot, cell = map(torch.from_numpy, pad_image_adapters(inputs, bucket.dims[0], len(tensors.rows)))
+            slot, cell = map(
+                torch.from_numpy, host_padding.pad_image_adapters(inputs, bucket.dims[0], len(tensors.rows))
+            )
             return tensors._replace(adapter=slot, cell_adapter=cell)
         case HeadInputs():
             # Copied, because a program holds its inputs until its next fill.
-            made = head(inputs, bucket.dims[0], inputs.masks.copy())
+            made = host_padding.head(inputs, bucket.dims[0], inputs.masks.copy())
             return HeadTensors._make(None if one is None else torch.from_numpy(one) for one in made)
         case _:
             return _make_rare_tensors(bucket, inputs)
@@ -168,7 +155,7 @@ def _refresh(made: Any, x: Inputs, block_size: int) -> Any:
     real, old = len(x.context), made.attn
     made.positions.numpy()[:, :real] = x.positions
     old.context.numpy()[:real] = x.context
-    old.slot_map.numpy()[:real] = last_slots(x.last, x.context, block_size)
+    old.slot_map.numpy()[:real] = host_padding.last_slots(x.last, x.context, block_size)
     blocks = _blocks(x, len(old.context))
     return made._replace(attn=_attn(block_size, old.row_start, old.context, blocks, old.slot_map))
 
@@ -177,10 +164,10 @@ def _make_rare_tensors(bucket: Bucket, inputs: ResetInputs | PoolInputs) -> Any:
     """Makes the tensors of RESET and POOL launches."""
     match inputs:
         case ResetInputs():
-            counts = pad(inputs.counts, (bucket.dims[0], inputs.counts.shape[1]), np.int32)
-            return ResetTensors(*map(torch.from_numpy, reset(inputs, bucket.dims[0], counts)))
+            counts = host_padding.pad(inputs.counts, (bucket.dims[0], inputs.counts.shape[1]), np.int32)
+            return ResetTensors(*map(torch.from_numpy, host_padding.reset(inputs, bucket.dims[0], counts)))
         case PoolInputs():
-            return PoolTensors(*map(torch.from_numpy, pool(inputs, bucket.dims[0])))
+            return PoolTensors(*map(torch.from_numpy, host_padding.pool(inputs, bucket.dims[0])))
 
 
 def _text(x: StepInputs, count: int, rows: int, block_size: int, upto: bool) -> TextTensors:
@@ -191,7 +178,7 @@ def _text(x: StepInputs, count: int, rows: int, block_size: int, upto: bool) -> 
     row_start = np.full(rows + 2, real, np.int32)
     row_start[: real_rows + 1] = x.row_start[: real_rows + 1]
     row_start[-1] = count
-    stored = torch.from_numpy(slot_map(x, count, block_size))
+    stored = torch.from_numpy(host_padding.slot_map(x, count, block_size))
     parts = torch.from_numpy(row_start), _pad(x.context, rows + 1), _blocks(x, rows + 1), stored
     return TextTensors(
         tokens=_pad(x.tokens, count),
@@ -199,7 +186,7 @@ def _text(x: StepInputs, count: int, rows: int, block_size: int, upto: bool) -> 
         positions=_pad(x.positions, 3, count),
         image_row=_pad(x.image_row, count),
         out_row=_pad(x.out_row, count, dtype=np.int64),
-        attn=_attn(block_size, *parts, _pad(visible_ends(x), count) if upto else None),
+        attn=_attn(block_size, *parts, _pad(host_padding.visible_ends(x), count) if upto else None),
     )
 
 
@@ -211,7 +198,7 @@ def _attn(block_size: int, *parts: Tensor | None) -> CpuAttn:
 
 
 def _make_cross_attention(x: StepInputs, count: int, bucket: Bucket) -> CrossAttentionTensors | None:
-    found = pad_cross_attention(x, count, planned_units(bucket.variant))
+    found = host_padding.pad_cross_attention(x, count, planned_units(bucket.variant))
     return None if found is None else CrossAttentionTensors(*map(torch.from_numpy, found))
 
 
@@ -227,13 +214,13 @@ def _blocks(x: StepInputs, rows: int) -> Tensor:
 def _vision(x: VisionInputs, slots: int) -> VisionTensors:
     """Builds the tensors of a VISION launch. Padding windows write to the SINK row."""
     (segment, real), padding_window = (
-        windows(x, slots),
-        None if x.padding_window is None else flag_padding_windows(x, slots),
+        host_padding.windows(x, slots),
+        None if x.padding_window is None else host_padding.flag_padding_windows(x, slots),
     )
     made = VisionTensors(
         pixels=_pad(x.pixels, slots, x.pixels.shape[1], dtype=np.uint8),
         position=_pad(x.position, slots, x.position.shape[1]),
-        rows=_pad(x.rows, cells(x, slots, NO_SLOT), dtype=np.int64, value=SINK_ROW),
+        rows=_pad(x.rows, host_padding.cells(x, slots, NO_SLOT), dtype=np.int64, value=SINK_ROW),
         segments=Segments(
             torch.from_numpy(segment),
             torch.from_numpy(real),
@@ -245,13 +232,13 @@ def _vision(x: VisionInputs, slots: int) -> VisionTensors:
 
 def _with_interpolation(made: VisionTensors, x: VisionInputs, slots: int) -> VisionTensors:
     """Adds the rows of the position table and their weights to ``made``."""
-    near, share = pad_interpolation(x, slots)
+    near, share = host_padding.pad_interpolation(x, slots)
     assert near is not None and share is not None
     return made._replace(position_rows=torch.from_numpy(near), position_weights=torch.from_numpy(share))
 
 
 def _pad(x: Array, *shape: int, dtype: type = np.int32, value: float = 0) -> Tensor:
-    return torch.from_numpy(pad(x, shape, dtype, value))
+    return torch.from_numpy(host_padding.pad(x, shape, dtype, value))
 
 
 class CpuPending:
@@ -423,7 +410,7 @@ class CpuBackend:
         program.inputs = make_tensors(program.bucket, inputs, block_size, upto)
         if self.cfg.recurrent and isinstance(inputs, StepInputs):
             rows = len(program.inputs.attn.context) - 1
-            held = RecurrentRows(*map(torch.from_numpy, pad_recurrent(inputs, rows)))
+            held = RecurrentRows(*map(torch.from_numpy, host_padding.pad_recurrent(inputs, rows)))
             program.inputs = program.inputs._replace(recurrent=held)
         comes_again = isinstance(inputs, PersistentHeadInputs) or (
             isinstance(inputs, PersistentTextInputs) and not upto

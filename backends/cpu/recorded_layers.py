@@ -18,7 +18,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, starmap
+from operator import is_not
 from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar, cast
 
 import torch
@@ -397,7 +398,11 @@ class RecordedLayers:
         self.attention = first.attention
         self._known: dict[tuple[int, bool, bool], RecordedLaunch | None] = {}
         """Recordings by the number of rows, and by whether there are a residual stream, and adapters; None: not yet."""
-        self._caches: tuple[object, ...] = ()
+        self._bound = [
+            (layer.attention, "state" if layer.recurrent else "kv") for layer in layers if layer.attention is not None
+        ]
+        """What is bound to a cache, and the name of the attribute that has it."""
+        self._caches: list[object] = []
         """KV caches or states of the layers when they were recorded, whose addresses are in the calls."""
         self._plain: set[bool] = set()
         """Launches that are never recorded: with adapters (True), or without."""
@@ -427,17 +432,10 @@ class RecordedLayers:
 
     def _forget_other_caches(self) -> None:
         """Drops all recordings if the layers were bound to other caches meanwhile."""
-        caches = tuple(_cache_of(layer) for layer in self._layers)
-        if len(caches) != len(self._caches) or any(a is not b for a, b in zip(caches, self._caches, strict=True)):
+        caches = list(starmap(getattr, self._bound))
+        if len(caches) != len(self._caches) or any(map(is_not, caches, self._caches)):
             self._caches = caches
             self._known.clear()
-
-
-def _cache_of(layer: Layer) -> LayerKV | RecurrentState | None:
-    """Returns the cache or the states that a layer is bound to; None for an MLP alone."""
-    if layer.attention is None:
-        return None
-    return layer.attention.state if layer.recurrent else layer.attention.kv
 
 
 def split_by_kind(layers: Sequence[Layer]) -> list[Sequence[Layer]]:

@@ -54,8 +54,8 @@ SERVING = Policy(
     recurrent=True,
 )
 
-PADDED = Policy(
-    axes=MIXED_AXES,
+PADDED = replace(
+    SERVING,
     alignment={
         Stage.PREFILL: (16, 4),
         Stage.DECODE: (4,),
@@ -65,22 +65,8 @@ PADDED = Policy(
         Stage.POOL: (4,),
     },
     boundaries={Stage.VISION: (DEFAULT_VISION_SLOTS,)},
-    invariant_rows=INVARIANT_ROWS,
-    quantised=KEPT,
+    encoder_slots=Policy.encoder_slots,
     host_kv=True,
-    kv_codes=CODES,
-    masked_head=True,
-    best_head=True,
-    split_head=True,
-    drafts=True,
-    adapters=True,
-    windows=True,
-    upto=True,
-    sinks=True,
-    encoder_data_parallel=True,
-    cross_attention=True,
-    stages=True,
-    recurrent=True,
 )
 
 POLICIES = {"serving": SERVING, "padded": PADDED}

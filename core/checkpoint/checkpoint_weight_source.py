@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -225,8 +224,8 @@ class CheckpointSource:
         assert self.quant is not None
         if self.dummy is not None:
             return quantise(self.dummy.make(f"{name}.weight", shape, self.values), scheme, self.dtype)
-        get = partial(self._find_stored, name)
-        return READERS[self.quant.method](RawWeight(self.label, name, shape, scheme, get, self.dtype))
+        raw = RawWeight(self.label, name, shape, scheme, lambda end: self.tensors.get(f"{name}.{end}"), self.dtype)
+        return READERS[self.quant.method](raw)
 
     def _quantise_online(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int, scheme: Scheme, module: str
@@ -248,9 +247,6 @@ class CheckpointSource:
 
     def _move_quantised(self, q: QTensor) -> QTensor:
         return q if q.data.is_meta and self.codes.type == "cpu" else q.moved(self.codes)
-
-    def _find_stored(self, name: str, suffix: str) -> Tensor | None:
-        return self.tensors.get(f"{name}.{suffix}")
 
     def _find(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self.dummy.make(name, shape, self.values) if self.dummy is not None else self.tensors.get(name)

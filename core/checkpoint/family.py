@@ -46,7 +46,7 @@ class StoredNames:
 
 @dataclass(frozen=True)
 class VisionSide:
-    """Torch-free functions of a multimodal family, as ``module:function``.
+    """Torch-free functions of a multimodal family, as ``module:function`` or ``module:object.method``.
 
     Args:
         needs: (ModelConfig, ``--mm-processor-kwargs``, alignment) -> ``ImageNeeds``.

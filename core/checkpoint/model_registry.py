@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from operator import attrgetter
 from typing import Any
 
 from trencadis.core.checkpoint.family import TOWER, Family
@@ -133,9 +134,9 @@ TABLE = {
 
 
 def import_object(target: str) -> Any:
-    """Imports the object that ``module:name`` refers to."""
+    """Imports the object that ``module:name`` or ``module:name.attribute`` refers to."""
     module, _, name = target.partition(":")
-    return getattr(import_module(module), name)
+    return attrgetter(name)(import_module(module))
 
 
 @cache

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -230,17 +231,8 @@ def read_awq(raw: RawWeight) -> QTensor:
     return raw.make_qtensor(data, raw.scales(scales, "scales").t().contiguous(), zero, None)
 
 
-def read_gptq(raw: RawWeight) -> QTensor:
-    """Reads a weight whose zero points are stored minus one (modulo the range)."""
-    return _read_gptq(raw, 1)
-
-
-def read_gptq_v2(raw: RawWeight) -> QTensor:
-    """Reads a weight whose zero points are stored unchanged."""
-    return _read_gptq(raw, 0)
-
-
-def _read_gptq(raw: RawWeight, missing: int) -> QTensor:
+def read_gptq(raw: RawWeight, missing: int = 1) -> QTensor:
+    """Reads a weight whose zero points are stored minus ``missing`` (modulo the range)."""
     (rows, columns), bits = raw.shape, raw.scheme.bits
     each, groups = 32 // bits, raw.groups()
     if columns % each or rows % each:
@@ -286,7 +278,7 @@ READERS: dict[str, Callable[[RawWeight], QTensor]] = {
     "fp8": read_fp8,
     "awq": read_awq,
     "gptq": read_gptq,
-    "gptq_v2": read_gptq_v2,
+    "gptq_v2": partial(read_gptq, missing=0),
     "mxfp4": read_mxfp4,
 }
 

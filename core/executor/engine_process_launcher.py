@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,7 +16,7 @@ from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor.rank_info_and_fingerprint import requested_threads, threads_of
 from trencadis.core.links.rank_placement import RAY, topology
 from trencadis.core.process import engine_messages, torch_detection
-from trencadis.core.process.child_process_environment_and_exit import environment, remove_rank_folders
+from trencadis.core.process.child_process_environment_and_exit import environment, remove_rank_folders, spawn_child
 
 RAY_TOKEN = "RAY_AUTH_TOKEN"
 
@@ -84,14 +83,7 @@ def spawn_engine(config: EngineConfig) -> EngineHandle:
         StartupError: the device cannot start with this torch, plug-in or environment.
     """
     environ = make_child_environment(config, os.environ)
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "trencadis.core.process.engine_process", str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            env=environ,
-        )
+    process, ours = spawn_child("trencadis.core.process.engine_process", environ)
     ours.sendall(engine_messages.frame(engine_messages.Start(make_child_config(config, os.environ).without_secrets())))
     return EngineHandle(process, ours)
 

@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from typing import Protocol
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.executor.rank_info_and_fingerprint import RankFingerprint, RankInfo, threads_of
 from trencadis.core.links.message_link import Link, PlainLink
-from trencadis.core.process.child_process_environment_and_exit import CLEANUPS, RANK_FOLDER, environment
+from trencadis.core.process.child_process_environment_and_exit import CLEANUPS, RANK_FOLDER, environment, spawn_child
 
 LEFT_SECONDS = 3600.0
 """Age from which a folder of a process that is gone is removed by the next start."""
@@ -175,12 +174,4 @@ def spawn_rank(threads: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
 
     The process ends when the socket is closed.
     """
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "trencadis.core.executor.rank_process", str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            env=environment(os.environ, threads, True),
-        )
-    return process, ours
+    return spawn_child("trencadis.core.executor.rank_process", environment(os.environ, threads, True))

@@ -321,19 +321,22 @@ def create_engine_group(ray: ModuleType, engines: int, ranks: int, resource: str
     """
     groups = import_module("ray.util.placement_group")
     made = groups.placement_group([{resource: ranks} for _ in range(engines)], strategy="PACK")
-    try:
-        ray.get(made.ready(), timeout=PLACEMENT_TIMEOUT)
-    except ray.exceptions.GetTimeoutError:
-        remove_group(made)
-        raise StartupError(
-            f"Ray did not place {engines} engines of {ranks} {resource} in {PLACEMENT_TIMEOUT:g} s: `ray status` shows "
-            f"who holds "
-            "what"
-        ) from None
+    _await_placement(ray, made, f"{engines} engines of {ranks} {resource}")
     return made
 
 
-def create_actor_in_bundle(ray: ModuleType, actor: type, group: Any, bundle: int, resource: str, count: int) -> Any:
+def _await_placement(ray: ModuleType, group: Any, what: str) -> None:
+    """Waits until Ray has placed ``group``; raises StartupError if that takes too long."""
+    try:
+        ray.get(group.ready(), timeout=PLACEMENT_TIMEOUT)
+    except ray.exceptions.GetTimeoutError:
+        remove_group(group)
+        raise StartupError(
+            f"Ray did not place {what} in {PLACEMENT_TIMEOUT:g} s: `ray status` shows who holds what"
+        ) from None
+
+
+def create_actor_in_bundle(ray: ModuleType, actor: type, group: object, bundle: int, resource: str, count: int) -> Any:
     """Creates an actor that takes ``count`` of a bundle's resource."""
     strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=bundle
@@ -361,18 +364,11 @@ def create_rank_group(ray: ModuleType, nodes: Sequence[ClusterNode], resource: s
     made = groups.placement_group(
         [{resource: 1} for _ in nodes], strategy="PACK", bundle_label_selector=[{NODE: node.id} for node in nodes]
     )
-    try:
-        ray.get(made.ready(), timeout=PLACEMENT_TIMEOUT)
-    except ray.exceptions.GetTimeoutError:
-        groups.remove_placement_group(made)
-        raise StartupError(
-            f"Ray did not place {len(nodes)} ranks of 1 {resource} in {PLACEMENT_TIMEOUT:g} s: `ray status` shows who "
-            f"holds what"
-        ) from None
+    _await_placement(ray, made, f"{len(nodes)} ranks of 1 {resource}")
     return made
 
 
-def remove_group(group: Any) -> None:
+def remove_group(group: object) -> None:
     """Removes a placement group together with its actors."""
     with suppress(Exception):
         import_module("ray.util.placement_group").remove_placement_group(group)

@@ -9,8 +9,6 @@ import dataclasses
 import logging
 import os
 import socket
-import subprocess
-import sys
 import threading
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -29,7 +27,7 @@ from trencadis.core.links.group_key import GroupKey
 from trencadis.core.links.message_link import LinkClosed, PlainLink, shut_socket
 from trencadis.core.links.rank_listener import AuthListener
 from trencadis.core.process import engine_messages
-from trencadis.core.process.child_process_environment_and_exit import environment
+from trencadis.core.process.child_process_environment_and_exit import environment, spawn_child
 
 log = logging.getLogger("trencadis.server")
 
@@ -170,15 +168,7 @@ def start_broker_process() -> tuple[EngineProcessHandle, socket.socket]:
     made = environment(os.environ, 1, False)
     if RAY_TOKEN in os.environ:
         made[RAY_TOKEN] = os.environ[RAY_TOKEN]
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", ray_broker_process.__name__, str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            env=made,
-        )
-    return process, ours
+    return spawn_child(ray_broker_process.__name__, made)
 
 
 class RayEngines:

@@ -6,6 +6,8 @@ names.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trencadis.core.checkpoint.decoder_config_parsers import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
 from trencadis.core.checkpoint.family import BARE, CLASSIFY, ClassHead, Family, ParsedConfig, StoredNames
 from trencadis.core.checkpoint.json_fields import JsonFields
@@ -110,7 +112,8 @@ def describe_xlm_roberta(root: JsonFields, c: JsonFields, tied: bool) -> ParsedC
     return ParsedConfig(encoder(c, tied, offset=pad + 1, pad=pad))
 
 
-XLM_ROBERTA = Family(
+XLM_ROBERTA = replace(
+    FAMILY,
     name="XLM-RoBERTa",
     model_type="xlm-roberta",
     architectures={"XLMRobertaModel": BARE, "XLMRobertaForSequenceClassification": CLASSIFY},
@@ -120,8 +123,5 @@ XLM_ROBERTA = Family(
         | {"classifier.dense.": "score_dense.", "classifier.out_proj.": "score."},
         INNER,
     ),
-    pooling=FIRST,
     heads={"XLMRobertaForSequenceClassification": TANH},
-    tied=True,
-    ignored=DROPPED,
 )

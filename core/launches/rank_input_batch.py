@@ -7,7 +7,6 @@ to compute is in its sampler slot, its context grows by one, its parameters stay
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -325,17 +324,6 @@ class RankInputBatch:
 
     # Conversion to rows
 
-    def expand_step(self, step: Step) -> Step:
-        """Applies the changes of ``step`` and returns it with one ``Row`` for everything that runs.
-
-        For readers of Steps that launch nothing.
-        """
-        self.apply(step.batch)
-        whole = self.with_all_rows(step)
-        if step.batch is not None:
-            self.advance(step.rows, step.batch.joins)
-        return whole
-
     def with_all_rows(self, step: Step) -> Step:
         """Returns ``step`` with the persistent rows as plain ``Row`` objects in front of its own rows."""
         return dataclasses.replace(step, rows=(*self.rows(), *step.rows), batch=None) if step.persistent_count else step
@@ -358,15 +346,6 @@ class RankInputBatch:
                 )
             )  # fmt: skip
         return tuple(made)
-
-    def checksum(self) -> int:
-        """Returns a checksum of the state of each row; it equals the scheduler's after every Step."""
-        total = 0
-        for i, key in enumerate(self._keys):
-            slot, context, _, _, held = self._numbers[:5, i].tolist()
-            known = (key, slot, context, *self._table[i, :held].tolist())
-            total = zlib.crc32(np.array(known, np.int64).tobytes(), total)
-        return total
 
 
 def _states(own: StepInputs) -> Int32:

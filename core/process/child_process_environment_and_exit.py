@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -61,6 +61,28 @@ def environment(environ: Mapping[str, str], threads: int, fixed: bool) -> dict[s
         if fixed or not env.get(name):
             env[name] = str(threads)
     return env
+
+
+def spawn_child(
+    module: str, environ: Mapping[str, str], *words: str, shared: Sequence[int] = ()
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Runs a module in a process of its own; returns the process and this end of a socket pair.
+
+    The module's first argument is the descriptor of the other end; it ends when this end is closed.
+
+    Args:
+        words: its further arguments.
+        shared: further descriptors that it inherits.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(theirs.fileno()), *words],
+            pass_fds=(theirs.fileno(), *shared),
+            stdin=subprocess.DEVNULL,
+            env=environ,
+        )
+    return process, ours
 
 
 def run(work: Callable[[socket.socket], int], oom_score: int = 500) -> NoReturn:

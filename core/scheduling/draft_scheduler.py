@@ -30,7 +30,7 @@ from trencadis.core.spec.draft_count import (
     choose_count,
     pays_together,
 )
-from trencadis.core.spec.draft_proposer_interface import DraftProposer, FirstProposal, cut_at
+from trencadis.core.spec.draft_proposer_interface import DraftProposer, FirstProposal
 from trencadis.core.spec.ngram_proposer import NgramProposer
 from trencadis.core.spec.predicted_text import PredictionProposer
 from trencadis.core.spec.spec_config import DRAFT_MODEL, SpeculationConfig
@@ -73,7 +73,7 @@ class ModelDrafts:
         taken: list[tuple[Sequence, int]] = []
         for seq, most in wanted:
             held = len(seq.blocks)
-            count = self._hold_blocks(seq, most, pool, reserved)
+            count = min(most, take_blocks(seq, most, self._size, pool, reserved))
             if count > 0:
                 asked.append(seq)
                 rows.append(self._row_of(seq, count))
@@ -87,14 +87,6 @@ class ModelDrafts:
             pool.drop(seq.blocks[held:])
             del seq.blocks[held:]
 
-    def _hold_blocks(self, seq: Sequence, count: int, pool: BlockPool, reserved: int) -> int:
-        """Takes blocks for ``count`` further tokens; returns for how many there are."""
-        need = -(-(seq.computed + count) // self._size) - len(seq.blocks)
-        have = min(need, max(pool.free - reserved, 0))
-        if have > 0:
-            seq.blocks += pool.take(have) or []
-        return min(count, len(seq.blocks) * self._size - seq.computed)
-
     def _row_of(self, seq: Sequence, count: int) -> DraftRow:
         drawn = seq.drafter is not None and seq.drafter.modes is not None and seq.drafter.modes.choose()
         samples = tuple(draw_alone(seq.sample(place)) if drawn else Sample() for place in range(count))
@@ -103,6 +95,25 @@ class ModelDrafts:
 
     def _learn(self, seconds: float) -> None:
         self.seconds += (WEIGHT if self.seconds else 1.0) * (seconds - self.seconds)
+
+
+def take_blocks(seq: Sequence, count: int, size: int, pool: BlockPool, reserved: int) -> int:
+    """Takes blocks of ``size`` tokens for ``count`` further tokens, ``reserved`` ones left alone; returns how many
+    tokens fit in the sequence's blocks now.
+    """
+    need = -(-(seq.computed + count) // size) - len(seq.blocks)
+    have = min(need, max(pool.free - reserved, 0))
+    if have > 0:
+        seq.blocks += pool.take(have) or []
+    return len(seq.blocks) * size - seq.computed
+
+
+def cut_at(ids: abc.Sequence[int], ends: frozenset[int], vocab: int) -> tuple[int, ...]:
+    """Returns ``ids`` up to the first that ends a text or is outside the vocabulary: nothing after it can count."""
+    for at, token in enumerate(ids):
+        if token in ends or not 0 <= token < vocab:
+            return tuple(ids[:at])
+    return tuple(ids)
 
 
 def draw_alone(sample: Sample) -> Sample:
@@ -323,7 +334,7 @@ class DraftScheduler:
             count = min(len(seq.proposal), builder.tokens, free)
             if not row.samples or len(row.samples) > 1 or count <= 0:
                 continue
-            count = min(count, self._hold_blocks(seq, count, builder, pool))
+            count = min(count, take_blocks(seq, count, self._limits.block_size, pool, builder.reserved))
             if count > 0:
                 seq.drafts = seq.proposal[:count]
                 builder.rows[rows[seq.key]] = self._with_drafts(seq, row)
@@ -332,15 +343,6 @@ class DraftScheduler:
                 builder.drafted += count
         for seq in builder.scheduled:
             seq.proposal = ()
-
-    def _hold_blocks(self, seq: Sequence, count: int, builder: StepBuilder, pool: BlockPool) -> int:
-        """Takes blocks for up to ``count`` drafts from those that nothing else needs; returns how many drafts fit."""
-        size = self._limits.block_size
-        need = -(-(seq.computed + count) // size) - len(seq.blocks)
-        have = min(need, max(pool.free - builder.reserved, 0))
-        if have > 0:
-            seq.blocks += pool.take(have) or []
-        return len(seq.blocks) * size - seq.computed
 
     def _with_drafts(self, seq: Sequence, row: Row) -> Row:
         """Returns the row with the drafts of ``seq`` after its last token, and a draw for each."""

@@ -105,10 +105,6 @@ class EncoderCache:
         for _ in range(sum(not e.pins for e in self._entries.values())):
             self._evict()
 
-    def pinned_by(self, owner: int) -> set[str]:
-        """Returns the keys of the images that a sequence pins."""
-        return {k for k, e in self._entries.items() if owner in e.pins}
-
     def check(self) -> None:
         """Asserts that every row is free or in exactly one entry."""
         rows = list(self._free)

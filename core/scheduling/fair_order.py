@@ -16,6 +16,7 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from trencadis.core.checkpoint.decoder_layer_config import CHUNK
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import MediaStart, Sequence
@@ -34,6 +35,12 @@ KEPT_FREE = 16
 
 LATELY = 512
 """Number of started choices during which a tenant counts as active."""
+
+SCORED_SHARE = 8
+"""Prompts with ``prompt_logprobs`` take at most one in this many tokens of a step."""
+
+SCORED_SHARE_BESIDE = 32
+"""The same beside other sequences, whose tokens wait until the step has ended."""
 
 OTHERS_COME_BACK = 2.0
 """Seconds after the last sequence without ``prompt_logprobs`` for which another one is expected."""
@@ -308,8 +315,12 @@ class ScoredShare:
             self._seen = self._clock()
 
     def tokens(self) -> int:
-        """Returns the tokens that the next step may spend on prompts with log-probabilities."""
-        return self._limits.scored_tokens(self._others > 0 or self._clock() - self._seen < OTHERS_COME_BACK)
+        """Returns the tokens that the next step may spend on prompts with log-probabilities.
+
+        That is no less than the chunk at whose multiples recurrent states are kept.
+        """
+        beside_others = self._others > 0 or self._clock() - self._seen < OTHERS_COME_BACK
+        return max(self._limits.max_tokens // (SCORED_SHARE_BESIDE if beside_others else SCORED_SHARE), CHUNK)
 
 
 class TotalOrder:

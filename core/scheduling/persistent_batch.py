@@ -7,7 +7,6 @@ freed row.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable
 
 import numpy as np
@@ -263,17 +262,6 @@ class PersistentBatch:
             assert self._last[index] == seq.blocks[-1]
             assert self._next_full <= self._full_at[index] and self.next_spent <= self._spent_at[index]
         assert self._drawing == sum(not seq.request.params.greedy for seq in self.sequences) == sum(self._phase_counts)
-
-    def checksum(self) -> int:
-        """Returns a CRC-32 over key, slot, context and blocks of each row.
-
-        It equals ``RankInputBatch.checksum`` of every rank.
-        """
-        total = 0
-        for seq in self.sequences:
-            known = (seq.key, seq.slot, seq.computed, *seq.blocks)
-            total = zlib.crc32(np.array(known, np.int64).tobytes(), total)
-        return total
 
 
 class MicroBatches:

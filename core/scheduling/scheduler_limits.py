@@ -5,13 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trencadis.core.buckets import ENCODER_SLOTS
-from trencadis.core.checkpoint.decoder_layer_config import CHUNK
-
-SCORED_SHARE = 8
-"""Prompts with ``prompt_logprobs`` take at most one in this many tokens of a step."""
-
-SCORED_SHARE_BESIDE = 32
-"""The same beside other sequences, whose tokens wait until the step has ended."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +37,3 @@ class SchedulerLimits:
     adapters: int = 0  # slots of LoRA adapters
     drafts_adapters: bool = True  # sequences with adapters are drafted, too
     chunk: int = 0  # tests: at most this many tokens of one sequence in a step
-
-    def scored_tokens(self, beside_others: bool) -> int:
-        """Returns how many prompt tokens whose log-probabilities are asked for one step computes at most.
-
-        Other requests take the rest of the step. The result is no less than the chunk at whose multiples recurrent
-        states are kept.
-        """
-        return max(self.max_tokens // (SCORED_SHARE_BESIDE if beside_others else SCORED_SHARE), CHUNK)

@@ -131,10 +131,13 @@ class StepSeconds:
         if not self._seconds:
             return model
         at = bisect_right(SIZES, tokens) - 1
-        near = min(self._seconds, key=lambda one: (abs(one - at), one))
-        found = self._seconds[near] * model / (1 + self._slope * (SIZES[near] - 1))
-        below = [seconds for one, seconds in self._seconds.items() if one < at]
-        return max(found, *below) if below else found
+        near, shorter = -1, 0.0
+        for one, seconds in self._seconds.items():
+            if near < 0 or (abs(one - at), one) < (abs(near - at), near):
+                near = one
+            if one < at:
+                shorter = max(shorter, seconds)
+        return max(self._seconds[near] * model / (1 + self._slope * (SIZES[near] - 1)), shorter)
 
     def ratio(self, tokens: int, more: int) -> float:
         """Returns by which factor ``more`` further tokens lengthen a step of ``tokens`` tokens; at least 1."""
@@ -197,10 +200,11 @@ def choose_count(
         tokens: tokens of the step without them; ``expected``: the tokens that it draws and accepts without them.
         each: seconds that a draft takes to be made.
     """
-    best, found = expected, 0
-    making = each / seconds.estimate(tokens) if each and seconds.measured else 0.0
+    best, found, plain = expected, 0, seconds.estimate(tokens)
+    making = each / plain if each and seconds.measured else 0.0
     for count, gain in enumerate(rates.gains(most), 1):
-        speed = (expected + gain) / (seconds.ratio(tokens, count) + count * making)
+        longer = max(seconds.estimate(tokens + count) / plain, 1.0)
+        speed = (expected + gain) / (longer + count * making)
         if speed > best:
             best, found = speed, count
     if found:

@@ -45,11 +45,3 @@ class FirstProposal:
             if found.ids:
                 return found
         return NO_DRAFT
-
-
-def cut_at(ids: Sequence[int], ends: frozenset[int], vocab: int) -> tuple[int, ...]:
-    """Returns ``ids`` up to the first that ends a text or is outside the vocabulary: nothing after it can count."""
-    for at, token in enumerate(ids):
-        if token in ends or not 0 <= token < vocab:
-            return tuple(ids[:at])
-    return tuple(ids)

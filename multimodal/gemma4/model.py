@@ -66,19 +66,11 @@ class Gemma4Block(ViTBlock):
             norm_out.load(source, f"{name}.{part}_out_layernorm")
         self.mlp.load(source, f"{name}.mlp")
 
-    def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        rotary: Rotary | None,
-        segments: Segments,
-        rows: AdapterRows | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Maps [s, hidden] to (MLP output behind its norm, residual stream without it), [s, hidden] each."""
-        normed, residual = self.norm1(x, residual)
-        attended = self.out_norms[0](self.out(self._attend(normed, rotary, segments, rows), rows))[0]
-        normed, residual = self.norm2(attended, residual)
-        return self.out_norms[1](self.mlp(normed, rows))[0], residual
+    def finish_attention(self, out: Tensor) -> Tensor:
+        return self.out_norms[0](out)[0]
+
+    def finish_mlp(self, out: Tensor) -> Tensor:
+        return self.out_norms[1](out)[0]
 
     def _attend(self, x: Tensor, rotary: Rotary | None, segments: Segments, rows: AdapterRows | None = None) -> Tensor:
         s, d = x.shape[0], self.head_dim

@@ -124,15 +124,15 @@ def _read_vision(c: JsonFields, text_hidden: int, kind: str = "glm4v_vision") ->
 
 
 VISION_SIDE = VisionSide(
-    needs="trencadis.multimodal.glm4v.processor:load_image_needs",
-    sizes="trencadis.multimodal.glm4v.processor:load_image_sizes",
+    needs="trencadis.multimodal.glm4v.processor:PATCH_SCHEME.load_needs",
+    sizes="trencadis.multimodal.glm4v.processor:PATCH_SCHEME.load_resize_rule",
     processor="trencadis.multimodal.glm4v.processor:load_processor",
     tokens={
         "image_token_id": "<|image|>", "video_token_id": "<|video|>", "image_start_token_id": "<|begin_of_image|>",
         "image_end_token_id": "<|end_of_image|>",
     },
     expand="trencadis.multimodal.glm4v.processor:expand_frames",
-    positions="trencadis.multimodal.glm4v.processor:mrope_positions_of_images",
+    positions="trencadis.multimodal.qwen2_vl.mrope:mrope_positions_by_frames",
     times="trencadis.multimodal.glm4v.processor:format_whole_seconds",
 )  # fmt: skip
 MEDIA_KEYS = frozenset(

@@ -4,38 +4,19 @@ temporal patch is followed by its time. Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
-from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.json_types import JsonMapping
 from trencadis.multimodal.glm4v.config import EDGES, RULES
 from trencadis.multimodal.placeholders import expand_with_timestamps
 from trencadis.multimodal.processor_interface import PreparedVideo
-from trencadis.multimodal.qwen2_vl.mrope import GridSpan, Seconds, mrope_positions
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_clip_pixels
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
-from trencadis.multimodal.qwen2_vl.smart_resize import PatchScheme, ResizeRule, image_needs, load_resize_rule
-
-if TYPE_CHECKING:
-    from trencadis.multimodal.glm4v.config import Glm4vVisionConfig
+from trencadis.multimodal.qwen2_vl.smart_resize import PatchScheme
 
 PATCH_SCHEME = PatchScheme(windows=False, limits=(EDGES[0] // 2, EDGES[1] // 2), rules=RULES)
-
-
-def load_image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
-    """Returns ``qwen2_vl.smart_resize.image_needs`` for this tower."""
-    return image_needs(config.path, mm_kwargs, alignment, PATCH_SCHEME)
-
-
-def load_image_sizes(config: ModelConfig | None, mm_kwargs: JsonMapping, alignment: str = "pad") -> ResizeRule:
-    """Returns the resize rule, which computes an image's geometry from its height and width."""
-    return load_resize_rule(config, mm_kwargs, alignment, PATCH_SCHEME)
 
 
 def load_processor(config: ModelConfig, kwargs: JsonMapping, alignment: str = "pad") -> Qwen2VLImageProcessor:
@@ -74,10 +55,3 @@ def format_whole_seconds(video: PreparedVideo) -> list[str]:
 def format_seconds(video: PreparedVideo) -> list[str]:
     """Returns the text behind each temporal patch: tenths of seconds."""
     return [f"{index / video.rate:.1f} seconds" for index in video.indices[::2]]
-
-
-def mrope_positions_of_images(
-    length: int, spans: Sequence[GridSpan], tower: Glm4vVisionConfig, seconds: Seconds
-) -> tuple[npt.NDArray[np.int32], int]:
-    """Computes ``mrope_positions`` for spans of one temporal patch each."""
-    return mrope_positions(length, spans, 1.0, tower.merge)

@@ -14,9 +14,10 @@ from torch import Tensor
 from trencadis.core.buckets import align_up
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
-from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, Segments, VisionTensors
+from trencadis.core.device.backend import Backend, Ops, VisionTensors
 from trencadis.core.launch_inputs import VisionInputs
 from trencadis.core.media_spans import SINK_ROW
+from trencadis.core.models.decoder import join_streams
 from trencadis.core.models.image_cross_attention import CrossAttentionDecoder
 from trencadis.core.models.linear_and_embedding import Linear, RowParallelLinear
 from trencadis.core.models.mlp_and_norms import Norm, norm_of
@@ -95,20 +96,11 @@ class MllamaVisionBlock(ViTBlock):
         if self.gated:
             self.gates = torch.cat([source.take(f"{name}.gate_{part}", (1,)).tanh() for part in ("attn", "ffn")])
 
-    def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        rotary: Rotary | None,
-        segments: Segments,
-        rows: AdapterRows | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if self.gates is None:
-            return super().__call__(x, residual, rotary, segments, rows)
-        normed, residual = self.norm1(x, residual)
-        attended = self.out(self._attend(normed, rotary, segments, rows), rows) * self.gates[0]
-        normed, residual = self.norm2(attended, residual)
-        return self.mlp(normed, rows) * self.gates[1], residual
+    def finish_attention(self, out: Tensor) -> Tensor:
+        return out if self.gates is None else out * self.gates[0]
+
+    def finish_mlp(self, out: Tensor) -> Tensor:
+        return out if self.gates is None else out * self.gates[1]
 
     def nbytes(self) -> int:
         return super().nbytes() + (0 if self.gates is None else self.gates.nbytes)
@@ -184,7 +176,7 @@ class MllamaModel(CrossAttentionDecoder):
 
         def keep(number: int, x: Tensor, residual: Tensor) -> None:
             if number in c.intermediate_layers:
-                intermediate[number] = ops.region(sum_residual, x, residual)
+                intermediate[number] = ops.region(join_streams, x, residual)
 
         if local:
             stream = [*run_blocks(ops, self.blocks[:local], stream, None, segments, after=keep)]
@@ -251,11 +243,6 @@ class MllamaModel(CrossAttentionDecoder):
             + self.post_tile_embedding.tile_table.nbytes
         )
         return super().nbytes() + own + sum(part.nbytes() for part in (*self.norms, *self.blocks))
-
-
-def sum_residual(x: Tensor, residual: Tensor) -> Tensor:
-    """Returns x + residual, [s, hidden]: the output of the layers so far."""
-    return x + residual
 
 
 def tile_slot_positions(first: int, tiles: int, kinds: Int32) -> Int32:

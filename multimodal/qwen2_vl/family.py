@@ -52,8 +52,8 @@ FAMILY = Family(
     names=StoredNames(PREFIXES, inner=((".mlp.fc1.", ".mlp.up_proj."), (".mlp.fc2.", ".mlp.down_proj."))),
     make="trencadis.multimodal.qwen2_vl.model:make",
     vision=VisionSide(
-        needs="trencadis.multimodal.qwen2_vl.smart_resize:whole_needs",
-        sizes="trencadis.multimodal.qwen2_vl.smart_resize:whole_resize_rule",
+        needs="trencadis.multimodal.qwen2_vl.smart_resize:WHOLE.load_needs",
+        sizes="trencadis.multimodal.qwen2_vl.smart_resize:WHOLE.load_resize_rule",
         processor="trencadis.multimodal.qwen2_vl.processor:load_processor",
         tokens=TOKEN_NAMES,
         positions="trencadis.multimodal.qwen2_vl.mrope:mrope_positions_by_frames",

@@ -16,6 +16,15 @@ if TYPE_CHECKING:
 Seconds = Sequence[float | None]
 
 
+class MergingTower(Protocol):
+    """Configuration of a tower that merges patches."""
+
+    @property
+    def merge(self) -> int:
+        """Patches along a side of a merge cell."""
+        ...
+
+
 class GridSpan(Protocol):
     """A run of placeholder tokens; ``core.media_spans.MediaSpan`` is one."""
 
@@ -82,7 +91,7 @@ def mrope_positions_by_seconds(
 
 
 def mrope_positions_by_frames(
-    length: int, spans: Sequence[GridSpan], tower: Qwen25VisionConfig, seconds: Seconds
+    length: int, spans: Sequence[GridSpan], tower: MergingTower, seconds: Seconds
 ) -> tuple[npt.NDArray[np.int32], int]:
-    """Returns Qwen2-VL's ``mrope_positions``: time counts temporal patches."""
-    return mrope_positions(length, spans, tower.tokens_per_second, tower.merge)
+    """Returns ``mrope_positions`` in which time counts temporal patches, whatever ``seconds`` lie between them."""
+    return mrope_positions(length, spans, 1.0, tower.merge)

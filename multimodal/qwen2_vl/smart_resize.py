@@ -133,6 +133,18 @@ class PatchScheme(NamedTuple):
         """Pixels along a side of a merge cell."""
         return self.patch * MERGE
 
+    def load_needs(self, config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
+        """Returns ``image_needs`` of a checkpoint."""
+        return image_needs(config.path, mm_kwargs, alignment, self)
+
+    def load_resize_rule(
+        self, config: ModelConfig | None, mm_kwargs: JsonMapping, alignment: str = "pad"
+    ) -> ResizeRule:
+        """Returns the resize rule of a checkpoint, or of the default limits without a configuration."""
+        factor = resize_factor(alignment, self)
+        least, most = self.limits if config is None else pixel_limits(config.path, mm_kwargs, factor, self)
+        return ResizeRule(least, most, factor, self)
+
 
 WINDOWED, WHOLE = PatchScheme(True), PatchScheme(False)
 
@@ -213,38 +225,9 @@ class ResizeRule(NamedTuple):
         return ImageGeometry(made, grid, count_tokens(grid), count_slots(grid, self.kind.windows), made[0] * made[1])
 
 
-def load_resize_rule(
-    config: ModelConfig | None, mm_kwargs: JsonMapping, alignment: str, kind: PatchScheme
-) -> ResizeRule:
-    """Returns the resize rule of a checkpoint, or of the scheme's default limits without a configuration."""
-    factor = resize_factor(alignment, kind)
-    least, most = kind.limits if config is None else pixel_limits(config.path, mm_kwargs, factor, kind)
-    return ResizeRule(least, most, factor, kind)
-
-
-def windowed_resize_rule(config: ModelConfig | None, mm_kwargs: JsonMapping, alignment: str = "pad") -> ResizeRule:
-    """Returns Qwen2.5-VL's resize rule."""
-    return load_resize_rule(config, mm_kwargs, alignment, WINDOWED)
-
-
-def whole_resize_rule(config: ModelConfig | None, mm_kwargs: JsonMapping, alignment: str = "pad") -> ResizeRule:
-    """Returns Qwen2-VL's resize rule."""
-    return load_resize_rule(config, mm_kwargs, alignment, WHOLE)
-
-
 def _resize_listed_size(size: PlannedImageSize, factor: int, least: int, most: int) -> tuple[int, int]:
     """Returns height and width, after resizing, of an image size listed in ``VLLM_MULTIMODAL_RESOLUTIONS``."""
     try:
         return smart_resize(size.height, size.width, factor, least, most)
     except BadRequest as error:
         raise StartupError(f"VLLM_MULTIMODAL_RESOLUTIONS: {size.width}x{size.height}: {error}") from None
-
-
-def windowed_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
-    """Returns Qwen2.5-VL's ``image_needs``."""
-    return image_needs(config.path, mm_kwargs, alignment)
-
-
-def whole_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
-    """Returns ``image_needs`` of a tower without windows."""
-    return image_needs(config.path, mm_kwargs, alignment, WHOLE)

@@ -127,12 +127,12 @@ def read_vision(c: JsonFields, text_hidden: int, deepstack: tuple[int, ...]) -> 
 
 
 VISION_SIDE = VisionSide(
-    needs="trencadis.multimodal.qwen3_vl.processor:load_image_needs",
-    sizes="trencadis.multimodal.qwen3_vl.processor:load_image_sizes",
+    needs="trencadis.multimodal.qwen3_vl.processor:PATCH_SCHEME.load_needs",
+    sizes="trencadis.multimodal.qwen3_vl.processor:PATCH_SCHEME.load_resize_rule",
     processor="trencadis.multimodal.qwen3_vl.processor:load_processor",
     tokens=TOKEN_NAMES,
     expand="trencadis.multimodal.placeholders:expand_with_timestamps",
-    positions="trencadis.multimodal.qwen3_vl.processor:mrope_positions_with_timestamps",
+    positions="trencadis.multimodal.qwen2_vl.mrope:mrope_positions_by_frames",
     times="trencadis.multimodal.placeholders:format_timestamps",
 )
 WEIGHT_NAMES = ((".mlp.linear_fc1.", ".mlp.up_proj."), (".mlp.linear_fc2.", ".mlp.down_proj."))

@@ -1,28 +1,17 @@
 """Qwen3-VL's images and videos: Qwen2-VL's processor with patches of 16 pixels, slots cell by cell; timestamps as text.
 Torch-free.
-
-Torch-free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
-from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.json_types import JsonMapping
-from trencadis.multimodal.qwen2_vl.mrope import GridSpan, Seconds, mrope_positions
 from trencadis.multimodal.qwen2_vl.preprocessor_config import read_clip_pixels
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
-from trencadis.multimodal.qwen2_vl.smart_resize import PatchScheme, ResizeRule, image_needs, load_resize_rule
+from trencadis.multimodal.qwen2_vl.smart_resize import PatchScheme
 from trencadis.multimodal.qwen3_vl.family import PATCH
-
-if TYPE_CHECKING:
-    from trencadis.multimodal.qwen3_vl.config import DeepStackVisionConfig
 
 PATCH_SCHEME = PatchScheme(windows=False, patch=PATCH, limits=(65_536, 16_777_216))
 DEFAULT_CLIP_PIXELS = 131_072, 786_432
@@ -35,16 +24,6 @@ CLIP_VALUES = (
 """Implemented values of the video processor's own keys."""
 
 
-def load_image_needs(config: ModelConfig, mm_kwargs: JsonMapping, alignment: str = "pad") -> ImageNeeds:
-    """Returns ``qwen2_vl.smart_resize.image_needs`` for this tower."""
-    return image_needs(config.path, mm_kwargs, alignment, PATCH_SCHEME)
-
-
-def load_image_sizes(config: ModelConfig | None, mm_kwargs: JsonMapping, alignment: str = "pad") -> ResizeRule:
-    """Returns the resize rule, which computes an image's geometry from its height and width."""
-    return load_resize_rule(config, mm_kwargs, alignment, PATCH_SCHEME)
-
-
 def load_processor(config: ModelConfig, kwargs: JsonMapping, alignment: str = "pad") -> Qwen2VLImageProcessor:
     """Creates the processor with ``Qwen2VLImageProcessor.from_checkpoint``.
 
@@ -52,10 +31,3 @@ def load_processor(config: ModelConfig, kwargs: JsonMapping, alignment: str = "p
     """
     made = Qwen2VLImageProcessor.from_checkpoint(config.path, kwargs, alignment, windows=False, patch=PATCH)
     return replace(made, clip=read_clip_pixels(config.path, "Qwen3VLVideoProcessor", CLIP_VALUES, DEFAULT_CLIP_PIXELS))
-
-
-def mrope_positions_with_timestamps(
-    length: int, spans: Sequence[GridSpan], tower: DeepStackVisionConfig, seconds: Seconds
-) -> tuple[npt.NDArray[np.int32], int]:
-    """Computes ``mrope_positions`` for spans of one temporal patch each, with timestamps as text between them."""
-    return mrope_positions(length, spans, 1.0, tower.merge)

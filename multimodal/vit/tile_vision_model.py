@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
 from trencadis.core.checkpoint.weight_source_interface import WeightSource
-from trencadis.core.device.backend import AdapterRows, Backend, Ops, Rotary, Segments, VisionTensors
+from trencadis.core.device.backend import AdapterRows, Backend, Ops, VisionTensors
 from trencadis.core.launch_inputs import VisionInputs
 from trencadis.core.media_spans import RESERVED_ROWS, SINK_ROW
 from trencadis.core.models.decoder import Decoder
@@ -85,18 +85,11 @@ class LayerScaleBlock(ViTBlock):
         width = (self.config.hidden,)
         self.attention_scale, self.mlp_scale = (source.take(f"{name}.lambda_{i}", width) for i in (1, 2))
 
-    def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        rotary: Rotary | None,
-        segments: Segments,
-        rows: AdapterRows | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        normed, residual = self.norm1(x, residual)
-        attended = self.out(self._attend(normed, rotary, segments, rows), rows) * self.attention_scale
-        normed, residual = self.norm2(attended, residual)
-        return self.mlp(normed, rows) * self.mlp_scale, residual
+    def finish_attention(self, out: Tensor) -> Tensor:
+        return out * self.attention_scale
+
+    def finish_mlp(self, out: Tensor) -> Tensor:
+        return out * self.mlp_scale
 
     def nbytes(self) -> int:
         return super().nbytes() + self.attention_scale.nbytes + self.mlp_scale.nbytes

@@ -129,8 +129,17 @@ class ViTBlock:
         ``rows``: the adapters of the slots.
         """
         normed, residual = self.norm1(x, residual)
-        normed, residual = self.norm2(self.out(self._attend(normed, rotary, segments, rows), rows), residual)
-        return self.mlp(normed, rows), residual
+        attended = self.finish_attention(self.out(self._attend(normed, rotary, segments, rows), rows))
+        normed, residual = self.norm2(attended, residual)
+        return self.finish_mlp(self.mlp(normed, rows)), residual
+
+    def finish_attention(self, out: Tensor) -> Tensor:
+        """Returns the attention's output [s, hidden] as it is added to the stream; a subclass scales or norms it."""
+        return out
+
+    def finish_mlp(self, out: Tensor) -> Tensor:
+        """Returns the MLP's output [s, hidden] as it is added to the stream; a subclass scales or norms it."""
+        return out
 
     def _attend(self, x: Tensor, rotary: Rotary | None, segments: Segments, rows: AdapterRows | None = None) -> Tensor:
         """Returns the attention of ``x``, [s, heads * d].

@@ -68,18 +68,3 @@ def describe_use(family: Family, architecture: str) -> str:
     if architecture in family.heads and family.heads[architecture].kind == ALL:
         return "rewards of every token"
     return "classes, scores" if kind == CLASSIFY else "embeddings"
-
-
-BEGIN, END = "<!-- made by tools/gen_flags.py -->", "<!-- end of the table -->"
-
-
-def make_docs_page(text: str) -> str:
-    """Returns docs/models.md with the table from the registry; the rest of ``text`` is kept."""
-    lines = ["| Family | Architecture | Serves | LoRA adapters of |", "|---|---|---|---|"]
-    for name in model_registry.TABLE:
-        family = model_registry.family_of(name)
-        parts = ", ".join(family.adapters) or "none"
-        lines.append(f"| {family.name} | `{name}` | {describe_use(family, name)} | {parts} |")
-    table = "\n".join(lines)
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"

@@ -10,6 +10,7 @@ import re
 import resource
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -74,7 +75,8 @@ def main(words: Sequence[str]) -> int:
         prompts = [
             calibration.Calibrant(p.make_request(str(i), SamplingParams(), arrival=0.0), p.pixels) for i, p in made
         ]
-    written = convert.convert(checkpoint, expand_path(names[1]), recipe, prompts, _print_line)
+    say = partial(print, file=sys.stderr, flush=True)
+    written = convert.convert(checkpoint, expand_path(names[1]), recipe, prompts, say)
     print(
         f"{names[1]}: {recipe.scheme.label}, {written.bytes_after / 2**30:.2f} GiB of "
         f"{written.bytes_before / 2**30:.2f}; rounding "
@@ -201,10 +203,6 @@ def _get_peak_memory() -> int:
     except OSError:
         found = None
     return 1024 * (int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-
-
-def _print_line(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 MERGE_USAGE = """\

@@ -11,8 +11,8 @@ from trencadis.core.errors import StartupError
 from trencadis.core.flag_declaration import FlagValue
 from trencadis.server.config import value_parsers
 from trencadis.server.config.flag_table_and_lookup import LISTS, Flag, Match, find_flag
+from trencadis.server.config.vllm_flag_and_env_table import ROWS
 from trencadis.server.config.vllm_flag_row_and_value_conversion import FlagRow, convert_flags
-from trencadis.server.config.vllm_flag_table import ROWS
 
 _NUMBER = re.compile(r"-[\d.]")
 

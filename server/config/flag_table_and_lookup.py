@@ -15,7 +15,7 @@ from trencadis.core.errors import StartupError, suggest_name
 from trencadis.core.flag_declaration import FlagValue, Option, options
 from trencadis.server.config import value_parsers
 from trencadis.server.config.server_config import ServerConfig
-from trencadis.server.config.vllm_flag_table import ROWS, SHORT
+from trencadis.server.config.vllm_flag_and_env_table import ROWS, SHORT
 
 UNSET = ("auto", "none", "null")
 """Texts that mean None for flags that accept it."""
@@ -118,7 +118,7 @@ def get_flag_variables() -> dict[str, Flag]:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Result of looking up a name: a flag (maybe negated), a row of ``vllm_flag_table``, or one of
+    """Result of looking up a name: a flag (maybe negated), a row of ``vllm_flag_and_env_table``, or one of
     ``SPECIAL``.
     """
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from trencadis.core.errors import StartupError
 from trencadis.server.config.flag_table_and_lookup import Flag, find_flag, get_flag_table
+from trencadis.server.config.vllm_flag_and_env_table import ROWS
 from trencadis.server.config.vllm_flag_row_and_value_conversion import FREE, MEANS, REFUSED, FlagRow
-from trencadis.server.config.vllm_flag_table import ROWS
 
 USAGE = """\
 usage: trencadis serve [MODEL] [--flag value ...]

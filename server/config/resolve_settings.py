@@ -25,26 +25,19 @@ from trencadis.core.shapes import bucket_options as bucket_env
 from trencadis.core.spec.spec_config import list_ignored_keys, requested_speculation
 from trencadis.server.config import command_line_parser as command_line
 from trencadis.server.config.flag_table_and_lookup import (
-    NUMBERS,
     WHOLE,
     Flag,
     find_flag,
     get_flag_table,
     get_flag_variables,
 )
-from trencadis.server.config.ignored_and_refused_vllm_env import find_variable
 from trencadis.server.config.server_config import ServerConfig
 from trencadis.server.config.value_parsers import check_allowed_hosts
+from trencadis.server.config.vllm_flag_and_env_table import ROWS, find_variable
 from trencadis.server.config.vllm_flag_row_and_value_conversion import convert_flags
-from trencadis.server.config.vllm_flag_table import ROWS
 
 VARIABLE = "environment "
 """Prefix of the source of a value from the environment; the variable's name follows."""
-
-
-def list_numeric_flags() -> list[Flag]:
-    """Returns the flags that take a number."""
-    return [flag for flag in get_flag_table().values() if flag.kind in NUMBERS]
 
 
 def check_numbers(config: EngineConfig | ServerConfig, sources: Mapping[str, str] | None = None) -> None:

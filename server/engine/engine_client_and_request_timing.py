@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trencadis.core.engine_stats import EngineInfo, EngineStats
+from trencadis.core.errors import Unavailable
 from trencadis.core.graph_and_bucket_learning_report import GraphPlan
 from trencadis.core.host_memory import gib
 from trencadis.core.request import Delta, Request, RequestStats
@@ -64,6 +65,10 @@ class Backlog:
         self.most, self.total, self.reserved = most, total, reserved
         self.held = 0
 
+    def count_held(self) -> int:
+        """Returns the bytes that are held of all requests."""
+        return self.held
+
     def fits(self, size: int) -> bool:
         """Returns True if ``size`` bytes of one request are allowed, and the bytes that are held of all requests."""
         return size <= self.most and self.held + self.reserved() <= self.total
@@ -71,6 +76,22 @@ class Backlog:
 
 BACKLOG = Backlog()
 """The backlog of all requests of this process. ``routes.state_builder.make_state`` sets its bounds."""
+
+
+MakeVocabulary = Callable[[], Awaitable[bytes] | bytes]
+"""Returns a packed ``grammar_tokenizer_and_vocabulary.Vocabulary``, or an awaitable of it."""
+
+
+async def pack_vocabulary(make: MakeVocabulary | None) -> bytes:
+    """Returns what ``make`` returns.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    if make is None:
+        raise Unavailable("This server has no vocabulary for grammars.")
+    made = make()
+    return made if isinstance(made, bytes) else await made
 
 
 class EngineClient(Protocol):

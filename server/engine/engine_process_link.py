@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,11 @@ from trencadis.server.engine.engine_client_and_request_timing import (
     SMALL_BACKLOG,
     Backlog,
     DeltaCallback,
+    MakeVocabulary,
     Pixels,
     estimate_size,
     format_plan_lines,
+    pack_vocabulary,
 )
 
 
@@ -161,7 +163,7 @@ class RequestLink:
         request with a grammar is sent.
     """
 
-    def __init__(self, vocabulary: Callable[[], Awaitable[bytes]] | None = None) -> None:
+    def __init__(self, vocabulary: MakeVocabulary | None = None) -> None:
         self.vocabulary = vocabulary
         self.vocabulary_sent: asyncio.Task[None] | None = None
         self.requests: dict[str, OpenRequest] = {}
@@ -265,9 +267,7 @@ class RequestLink:
         await asyncio.shield(task)
 
     async def _send_vocabulary(self) -> None:
-        if self.vocabulary is None:
-            raise Unavailable("This server has no vocabulary for grammars.")
-        data = memoryview(await self.vocabulary())
+        data = memoryview(await pack_vocabulary(self.vocabulary))
         for offset in range(0, len(data), engine_messages.CHUNK):
             await self.send(
                 engine_messages.VocabularyPart(offset, len(data)), data[offset : offset + engine_messages.CHUNK]
@@ -341,7 +341,7 @@ class EngineLink(RequestLink):
         compile_timeout: float = 1800.0,
         on_stats: Callable[[engine_messages.EngineStats], None] = lambda stats: None,
         on_info: Callable[[engine_messages.EngineInfo], None] = lambda info: None,
-        vocabulary: Callable[[], Awaitable[bytes]] | None = None,
+        vocabulary: MakeVocabulary | None = None,
     ) -> None:
         super().__init__(vocabulary)
         self.handle = handle

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 
 from trencadis.core.engine_config import EngineConfig
@@ -14,7 +14,12 @@ from trencadis.core.errors import Conflict, NotFound, Unavailable
 from trencadis.core.executor.engine_process_launcher import EngineHandle
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine.engine_client_and_request_timing import DeltaCallback, Pixels
+from trencadis.server.engine.engine_client_and_request_timing import (
+    DeltaCallback,
+    MakeVocabulary,
+    Pixels,
+    pack_vocabulary,
+)
 from trencadis.server.engine.engine_process_link import STOPPED, EngineLink
 from trencadis.server.engine.sleep_state import SleepState
 
@@ -51,7 +56,7 @@ class Supervisor:
         max_restarts: int = 5,
         sleep_after: float = 0.0,
         on_fatal: Callable[[str, int], None] = lambda message, code: None,
-        vocabulary: Callable[[], Awaitable[bytes] | bytes] | None = None,
+        vocabulary: MakeVocabulary | None = None,
     ) -> None:
         self.config = config
         self.compile_timeout = compile_timeout
@@ -400,10 +405,7 @@ class Supervisor:
             Unavailable: this server has none.
         """
         if not self.packed_vocabulary:
-            if self.vocabulary is None:
-                raise Unavailable("This server has no vocabulary for grammars.")
-            made = self.vocabulary()
-            self.packed_vocabulary = made if isinstance(made, bytes) else await made
+            self.packed_vocabulary = await pack_vocabulary(self.vocabulary)
         return self.packed_vocabulary
 
     def _on_stats(self, stats: engine_messages.EngineStats) -> None:

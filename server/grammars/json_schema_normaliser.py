@@ -224,12 +224,13 @@ class SchemaNormaliser:
         """Makes an option of a union require the property that distinguishes the options."""
         if not isinstance(option, dict) or name in option.get("required", ()):
             return option
-        if "$ref" in option and name in _get_required(self._get_defined(option["$ref"])):
+        if "$ref" in option and name in self._get_required(option["$ref"]):
             return option
         return {**option, "required": [*option.get("required", ()), name]}
 
-    def _get_defined(self, ref: str) -> Json:
-        return self._defs.get(ref.removeprefix("#/$defs/"), {})
+    def _get_required(self, ref: str) -> Json:
+        node = self._defs.get(ref.removeprefix("#/$defs/"), {})
+        return node.get("required", ()) if isinstance(node, dict) else ()
 
     def _check_constant(self, value: Json, at: str) -> None:
         todo = [value]
@@ -303,10 +304,6 @@ class SchemaNormaliser:
                 elif isinstance(node, list):
                     todo.extend(node)
         return self._anchors
-
-
-def _get_required(node: Json) -> Json:
-    return node.get("required", ()) if isinstance(node, dict) else ()
 
 
 def _is_small_scale(scale: float) -> bool:

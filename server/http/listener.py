@@ -57,7 +57,7 @@ class Listener(socket.socket):
         self.most = MOST
         self.plain = True
         """True if clients can read a refusal; with TLS they cannot."""
-        self.count_elsewhere: Callable[[int], int] = _no_other_process
+        self.count_elsewhere: Callable[[int], int] = lambda here: 0
         """Called with the number of connections open here; returns how many other processes have open."""
         self.open: weakref.WeakSet[AcceptedSocket] = weakref.WeakSet()
         self._spare = os.open(os.devnull, os.O_RDONLY)
@@ -127,11 +127,6 @@ class Listener(socket.socket):
         if now - self._said >= SAY_EVERY:
             self._said = now
             log.warning("%s", line)
-
-
-def _no_other_process(here: int) -> int:
-    """Returns 0: no other process accepts connections."""
-    return 0
 
 
 class AcceptedSocket(socket.socket):

@@ -227,18 +227,13 @@ class PrometheusMetrics:
                 _EngineCollector(values, one, self.bucket_metrics[i], cache, config, int if i else fair_queued)
             )
             if hidden:
-                every.append(DeprecatedCollector(values, partial(_get_stats, one), between if i == 0 else None))
+                every.append(DeprecatedCollector(values, partial(getattr, one, "stats"), between if i == 0 else None))
             one.observers.append(partial(self.on_stats, engine=i))
         self.registry.register(MergedCollector(every))
 
     def format_text(self) -> bytes:
         """Returns the metrics in the exposition format."""
         return generate_latest(self.registry)
-
-    @property
-    def first_bucket_metrics(self) -> BucketMetrics:
-        """The bucket metrics of the first engine."""
-        return self.bucket_metrics[0]
 
     def on_stats(self, stats: EngineStats, engine: int = 0) -> None:
         """Records the lists of an engine's statistics message, which contain only new entries."""
@@ -313,10 +308,6 @@ class PrometheusMetrics:
 def _no_cache() -> CacheCounters | None:
     """Returns None: decoded images belong to the API process, and are counted as the first engine's."""
     return None
-
-
-def _get_stats(engine: EngineClient) -> EngineStats:
-    return engine.stats
 
 
 class _EngineCollector(Collector):

@@ -12,7 +12,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -23,7 +22,7 @@ import msgspec
 from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.json_types import JsonObject
 from trencadis.core.process import engine_messages
-from trencadis.core.process.child_process_environment_and_exit import StopWatch, python_path
+from trencadis.core.process.child_process_environment_and_exit import StopWatch, python_path, spawn_child
 from trencadis.core.request import Delta, Request
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.engine.engine_client_and_request_timing import DeltaCallback, Pixels
@@ -248,15 +247,9 @@ class ApiProcess:
     def _spawn(self) -> tuple[socket.socket, socket.socket]:
         """Starts the process and sends it the serve order; its app takes a second or more to build."""
         listener = self._listen(not self.restarts)
-        ours, theirs = socket.socketpair()
         table = self.owner.table.descriptor
-        with theirs:
-            self.handle = subprocess.Popen(
-                [sys.executable, "-P", "-m", API_MODULE, str(theirs.fileno()), str(self.index)],
-                pass_fds=(theirs.fileno(), listener.fileno(), table),
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": python_path(os.environ)},
-            )
+        environ = {**os.environ, "PYTHONPATH": python_path(os.environ)}
+        self.handle, ours = spawn_child(API_MODULE, environ, str(self.index), shared=(listener.fileno(), table))
         settings = self.owner.settings
         served = dataclasses.replace(settings, engine=settings.engine.without_secrets())
         count = self.owner.table.count

@@ -21,7 +21,12 @@ from trencadis.core.executor.engine_process_launcher import EngineHandle
 from trencadis.core.kv.block_pool import SIZE, BlockHashChain, image_key
 from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine.engine_client_and_request_timing import DeltaCallback, Pixels
+from trencadis.server.engine.engine_client_and_request_timing import (
+    DeltaCallback,
+    MakeVocabulary,
+    Pixels,
+    pack_vocabulary,
+)
 from trencadis.server.engine.engine_process_link import STOPPED
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.processes.combined_engine_state import EngineGroup
@@ -116,7 +121,7 @@ class Fleet(EngineGroup[Supervisor]):
     ) -> None:
         self.config = configs[0]
         self.on_fatal: Callable[[str, int], None] = lambda message, code: None
-        self.vocabulary: Callable[[], Awaitable[bytes] | bytes] | None = None
+        self.vocabulary: MakeVocabulary | None = None
         self.observers: list[Callable[[engine_messages.EngineStats], None]] = []
         self.on_info: list[Callable[[engine_messages.EngineInfo], None]] = []
         self.on_operation: list[Callable[[str, float], None]] = []
@@ -316,14 +321,8 @@ class Fleet(EngineGroup[Supervisor]):
     async def _get_vocabulary(self) -> bytes:
         """Returns the packed vocabulary, made once for all engines."""
         if self._vocabulary_task is None or (self._vocabulary_task.done() and self._vocabulary_task.exception()):
-            self._vocabulary_task = asyncio.create_task(self._make_vocabulary())
+            self._vocabulary_task = asyncio.create_task(pack_vocabulary(self.vocabulary))
         return await asyncio.shield(self._vocabulary_task)
-
-    async def _make_vocabulary(self) -> bytes:
-        if self.vocabulary is None:
-            raise Unavailable("This server has no vocabulary for grammars.")
-        made = self.vocabulary()
-        return made if isinstance(made, bytes) else await made
 
     def _notify_operation(self, operation: str, seconds: float) -> None:
         for listener in self.on_operation:

@@ -17,7 +17,12 @@ from trencadis.core.json_types import JsonObject
 from trencadis.core.process import engine_messages
 from trencadis.core.process.log_setup import flush_logs
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine.engine_client_and_request_timing import DeltaCallback, Pixels
+from trencadis.server.engine.engine_client_and_request_timing import (
+    DeltaCallback,
+    MakeVocabulary,
+    Pixels,
+    pack_vocabulary,
+)
 from trencadis.server.engine.engine_process_link import RequestLink
 from trencadis.server.processes import combined_engine_state, ipc_messages_and_channel
 from trencadis.server.processes.combined_engine_state import EngineGroup
@@ -37,13 +42,13 @@ class FrontLink(RequestLink):
     """
 
     def __init__(self, sock: socket.socket, replicas: int, table: SharedTable) -> None:
-        super().__init__(self._make_vocabulary)
+        super().__init__(lambda: pack_vocabulary(self.make_vocabulary))
         self.channel: Channel[ipc_messages_and_channel.Down] = Channel(
             sock, ipc_messages_and_channel.decode_down, self._receive, self._answer
         )
         self.on_info: list[Callable[[engine_messages.EngineInfo], None]] = []
         self.replicas = [RemoteReplica(self, i) for i in range(replicas)]
-        self.make_vocabulary: Callable[[], Awaitable[bytes] | bytes] | None = None
+        self.make_vocabulary: MakeVocabulary | None = None
         self.answers: dict[str, Answer] = {}
         """Handlers of questions from the front process."""
         self.shared = SharedProcessState(self.channel, self.answers, table)
@@ -75,12 +80,6 @@ class FrontLink(RequestLink):
                     yield delta
         finally:
             self._sent.pop(request.id, None)
-
-    async def _make_vocabulary(self) -> bytes:
-        if self.make_vocabulary is None:
-            raise Unavailable("This server has no vocabulary for grammars.")
-        made = self.make_vocabulary()
-        return made if isinstance(made, bytes) else await made
 
     async def _answer(self, what: str, given: JsonObject) -> bytes:
         if what not in self.answers:
@@ -119,8 +118,12 @@ class FrontLink(RequestLink):
                     listener(together)
 
 
-class RemoteReplica:
-    """One engine of the front process; see ``EngineClient``."""
+class FrontOperations:
+    """The operations of ``EngineClient`` that are the same for one engine and for all: the front process does them.
+
+    Args:
+        index: of the engine; -1: all of them.
+    """
 
     def __init__(self, link: FrontLink, index: int) -> None:
         self.link, self.index = link, index
@@ -128,6 +131,54 @@ class RemoteReplica:
         """Never called: the front process counts what engines do."""
         self.on_operation: list[Callable[[str, float], None]] = []
         self.on_info = link.on_info
+
+    @property
+    def open_requests(self) -> int:
+        """Number of requests of this process in an engine, or on their way there."""
+        return len(self.link.requests) + self.link.entering
+
+    def abort(self, id: str, choice: int = -1) -> None:
+        """Ends a request, or one choice of it."""
+        self.link.abort(id, choice)
+
+    def set_delta_callback(self, id: str, callback: DeltaCallback) -> None:
+        """See ``EngineClient``."""
+        self.link.set_delta_callback(id, callback)
+
+    def reset_prefix_cache(self) -> None:
+        """Makes all cached blocks unavailable to later requests, in every engine."""
+        self.link.channel.write(engine_messages.ResetPrefixCache())
+
+    def reset_encoder_cache(self) -> None:
+        """Drops embeddings of images that no running request waits for, in every engine."""
+        self.link.channel.write(engine_messages.ResetEncoderCache())
+
+    async def learn_buckets(self, force: bool = False) -> None:
+        """Starts a search in every engine; see ``EngineClient``."""
+        await self.link.channel.ask("learn buckets", force=force)
+
+    async def sleep(self, level: int = 1, abort: bool = False) -> None:
+        """Ends the engines' processes once the requests of all API processes have ended (``abort``: now).
+
+        Raises:
+            Unavailable: an engine loads, restarts or drains.
+        """
+        await self.link.channel.ask("sleep", replica=self.index, level=level, abort=abort)
+
+    async def wake(self) -> None:
+        """Starts the engines that sleep; returns when they accept requests.
+
+        Raises:
+            Unavailable: one did not start.
+        """
+        await self.link.channel.ask("wake", replica=self.index)
+
+
+class RemoteReplica(FrontOperations):
+    """One engine of the front process; see ``EngineClient``."""
+
+    def __init__(self, link: FrontLink, index: int) -> None:
+        super().__init__(link, index)
         self.state = ipc_messages_and_channel.ReplicaState()
         self.stats = engine_messages.EngineStats()
         self.info: engine_messages.EngineInfo | None = None
@@ -183,11 +234,6 @@ class RemoteReplica:
         """The last phase of loading."""
         return self.state.progress
 
-    @property
-    def open_requests(self) -> int:
-        """Number of requests of this process in an engine, or on their way there."""
-        return len(self.link.requests) + self.link.entering
-
     def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
         """Submits a request and yields its deltas; closing the iterator aborts it.
 
@@ -198,90 +244,19 @@ class RemoteReplica:
             raise Unavailable(f"The engine is not accepting requests ({self.phase}).", retry_after=5)
         return self.link.submit(request, pixels)
 
-    def abort(self, id: str, choice: int = -1) -> None:
-        """Ends a request, or one choice of it."""
-        self.link.abort(id, choice)
 
-    def set_delta_callback(self, id: str, callback: DeltaCallback) -> None:
-        """See ``EngineClient``."""
-        self.link.set_delta_callback(id, callback)
-
-    def reset_prefix_cache(self) -> None:
-        """Makes all cached blocks unavailable to later requests, in every engine."""
-        self.link.channel.write(engine_messages.ResetPrefixCache())
-
-    def reset_encoder_cache(self) -> None:
-        """Drops embeddings of images that no running request waits for, in every engine."""
-        self.link.channel.write(engine_messages.ResetEncoderCache())
-
-    async def learn_buckets(self, force: bool = False) -> None:
-        """Starts a search in every engine; see ``EngineClient``."""
-        await self.link.channel.ask("learn buckets", force=force)
-
-    async def sleep(self, level: int = 1, abort: bool = False) -> None:
-        """Ends the engine's process once the requests of all API processes have ended (``abort``: now).
-
-        Raises:
-            Unavailable: the engine loads, restarts or drains.
-        """
-        await self.link.channel.ask("sleep", replica=self.index, level=level, abort=abort)
-
-    async def wake(self) -> None:
-        """Starts the engine if it sleeps; returns when it accepts requests.
-
-        Raises:
-            Unavailable: it did not start.
-        """
-        await self.link.channel.ask("wake", replica=self.index)
-
-
-class RemoteFleet(EngineGroup[RemoteReplica]):
+class RemoteFleet(FrontOperations, EngineGroup[RemoteReplica]):
     """Several engines of the front process; see ``EngineClient``."""
 
     def __init__(self, link: FrontLink) -> None:
-        self.link, self.engines = link, link.replicas
-        self.observers: list[Callable[[engine_messages.EngineStats], None]] = []
-        self.on_operation: list[Callable[[str, float], None]] = []
-        self.on_info = link.on_info
-
-    @property
-    def open_requests(self) -> int:
-        """Number of requests of this process in an engine, or on their way there."""
-        return self.engines[0].open_requests
+        super().__init__(link, -1)
+        self.engines = link.replicas
 
     def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
         """See ``RemoteReplica``."""
         if not self.accepting:
             raise Unavailable(f"No engine is accepting requests ({self.phase}).", retry_after=5)
         return self.link.submit(request, pixels)
-
-    def abort(self, id: str, choice: int = -1) -> None:
-        """Ends a request, or one choice of it."""
-        self.link.abort(id, choice)
-
-    def set_delta_callback(self, id: str, callback: DeltaCallback) -> None:
-        """See ``EngineClient``."""
-        self.link.set_delta_callback(id, callback)
-
-    def reset_prefix_cache(self) -> None:
-        """See ``RemoteReplica``."""
-        self.engines[0].reset_prefix_cache()
-
-    def reset_encoder_cache(self) -> None:
-        """See ``RemoteReplica``."""
-        self.engines[0].reset_encoder_cache()
-
-    async def learn_buckets(self, force: bool = False) -> None:
-        """See ``RemoteReplica``."""
-        await self.engines[0].learn_buckets(force)
-
-    async def sleep(self, level: int = 1, abort: bool = False) -> None:
-        """Ends the processes of all engines; see ``RemoteReplica``."""
-        await self.link.channel.ask("sleep", replica=-1, level=level, abort=abort)
-
-    async def wake(self) -> None:
-        """Starts the engines that sleep; see ``RemoteReplica``."""
-        await self.link.channel.ask("wake", replica=-1)
 
 
 RemoteEngines = RemoteReplica | RemoteFleet

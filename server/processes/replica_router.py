@@ -129,14 +129,6 @@ class CacheIndex:
         if not holders:
             del self._holders[key]
 
-    def check(self) -> None:
-        """Asserts that both directions of the index agree and that the bound is kept."""
-        pairs = {(key, r) for key, holders in self._holders.items() for r in holders}
-        assert pairs == {(key, r) for r, held in self._held.items() for key in held}, "the two directions differ"
-        assert len(pairs) == sum(len(h) for h in self._holders.values()), "a holder is listed twice"
-        assert all(self._holders.values()), "a key without holders is kept"
-        assert all(len(held) <= self.bound for held in self._held.values()), "the index exceeds its bound"
-
 
 RANDOM_REPLICAS = 8
 """Replicas that are drawn at random for each decision."""

@@ -64,17 +64,23 @@ from trencadis.server.text.off_event_loop import is_small
 
 
 async def pool_prompts(
-    state: ServingState, body: PoolRequest, http: Request, ticket: Ticket, params: PoolingParams
+    state: ServingState, body: EmbeddingRequest, http: Request, ticket: Ticket, params: PoolingParams
 ) -> ItemList | BytesAnswer:
-    """The answer of a checked request."""
+    """The answer of a checked request, in the form of its route."""
     prompts = await make_prompts(state, body, http, ticket, get_longest_input(state, params))
-    made = await run_prompts(state, body, http, ticket, prompts, "pooling", params)
+    embeds = not isinstance(body, PoolRequest)
+    made = await run_prompts(state, body, http, ticket, prompts, "embd" if embeds else "pooling", params)
     pooling = get_pooling(state)
     if body.as_bytes:
         return make_bytes_answer(made, body, pooling, params)
-    head = PoolingResponse(id=made.id, created=made.created, model=made.model, data=[], usage=made.usage)
-    items = (write_item(PoolingItem(index=i, data=PLACE), raw, pooling, params, body) for i, raw in made.take_values())
-    return ItemList(head, items)
+    form = EmbeddingResponse if embeds else PoolingResponse
+    head = form(id=made.id, created=made.created, model=made.model, data=[], usage=made.usage)
+
+    def write(index: int, raw: Raw) -> Iterator[str]:
+        item = EmbeddingItem(index=index, embedding=PLACE) if embeds else PoolingItem(index=index, data=PLACE)
+        return write_item(item, raw, pooling, params, body)
+
+    return ItemList(head, (write(i, raw) for i, raw in made.take_values()))
 
 
 def router(state: ServingState) -> APIRouter:
@@ -172,22 +178,6 @@ def parse_request(endpoint: Endpoint, body: JsonObject) -> BaseModel:
         raise RequestValidationError(error.errors()) from None
 
 
-async def embed_prompts(
-    state: ServingState, body: EmbeddingRequest, http: Request, ticket: Ticket, params: PoolingParams
-) -> ItemList | BytesAnswer:
-    """The answer of a checked request."""
-    prompts = await make_prompts(state, body, http, ticket, get_longest_input(state, params))
-    made = await run_prompts(state, body, http, ticket, prompts, "embd", params)
-    pooling = get_pooling(state)
-    if body.as_bytes:
-        return make_bytes_answer(made, body, pooling, params)
-    head = EmbeddingResponse(id=made.id, created=made.created, model=made.model, data=[], usage=made.usage)
-    items = (
-        write_item(EmbeddingItem(index=i, embedding=PLACE), raw, pooling, params, body) for i, raw in made.take_values()
-    )
-    return ItemList(head, items)
-
-
 def make_embedding_router(state: ServingState) -> APIRouter:
     """Makes the route over ``state``."""
     routes = APIRouter(tags=["pooling"], route_class=BodyRoute)
@@ -197,7 +187,7 @@ def make_embedding_router(state: ServingState) -> APIRouter:
         """Embeddings of texts, ids or a conversation with images."""
         params, headers = check_pooling_request(state, body, EMBED)
         ticket = enter_prompts(state, len(body.list_prompts()), "input")
-        return await respond(http, ticket, embed_prompts(state, body, http, ticket, params), headers)
+        return await respond(http, ticket, pool_prompts(state, body, http, ticket, params), headers)
 
     return routes
 

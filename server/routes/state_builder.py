@@ -79,7 +79,7 @@ def make_state(
 
 def _make_answer_budget(most: int) -> AnswerBudget:
     """Makes the budget of answers, which the unread deltas of streams share."""
-    budget = AnswerBudget(most, unread=lambda: BACKLOG.held)
+    budget = AnswerBudget(most, unread=BACKLOG.count_held)
     BACKLOG.most, BACKLOG.total, BACKLOG.reserved = most, budget.total, lambda: budget.held
     return budget
 

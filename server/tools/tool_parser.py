@@ -283,7 +283,7 @@ class ToolParser(IncrementalParser[ToolEvent]):
             text = parse_json_string("".join(pieces))
             put("".join(pieces) if text is None else text)
         else:
-            text = yield from self._read_scalar()
+            text = yield from self._read_while(_NUMBER)
             put("{}" if text == "null" else text)
 
     def read_composite(self, emit: Callable[[str], None]) -> Wait[None]:
@@ -339,9 +339,6 @@ class ToolParser(IncrementalParser[ToolEvent]):
     def read_word(self) -> Wait[str]:
         """Reads the characters of a name that come next."""
         return (yield from self._read_while(_WORD))
-
-    def _read_scalar(self) -> Wait[str]:
-        return (yield from self._read_while(_NUMBER))
 
     def _read_while(self, pattern: re.Pattern[str]) -> Wait[str]:
         """Moves past all characters that ``pattern`` matches and returns them; the pattern matches any number of

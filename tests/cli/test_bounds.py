@@ -13,11 +13,11 @@ from trencadis import LLM
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.server.config import resolve_settings
-from trencadis.server.config.flag_table_and_lookup import get_flag_table
+from trencadis.server.config.flag_table_and_lookup import NUMBERS, get_flag_table
 from trencadis.server.config.resolve_settings import Settings
 from trencadis.server.config.server_config import ServerConfig
 
-NAMES = [flag.name for flag in resolve_settings.list_numeric_flags()]
+NAMES = [flag.name for flag in get_flag_table().values() if flag.kind in NUMBERS]
 
 
 def given(name: str, value: Any) -> Settings:

@@ -12,11 +12,12 @@ import pytest
 
 import trencadis
 from tests.fakes.command_line import from_command_line
+from tools.pages import reference_pages
 from trencadis.core import envs
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import main as cli
-from trencadis.server.config import flag_reference_pages, help_formatter, resolve_settings, value_parsers
+from trencadis.server.config import help_formatter, resolve_settings, value_parsers
 from trencadis.server.config.flag_table_and_lookup import get_flag_table, get_flag_variables
 from trencadis.server.config.server_config import ServerConfig
 
@@ -272,7 +273,7 @@ def test_no_variable_is_defined_twice():
 def test_docs_are_up_to_date():
     root = Path(trencadis.__file__).resolve().parent.parent
     page = (root / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert page == flag_reference_pages.make_configuration_page(), "run tools/gen_flags.py"
+    assert page == reference_pages.make_configuration_page(), "run tools/gen_flags.py"
 
 
 @pytest.mark.parametrize("text", ["1e3", "1_000", " 1000 ", "1k", "0.001M", "0.001m"])

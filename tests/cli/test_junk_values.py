@@ -10,7 +10,7 @@ from tests.fakes.command_line import from_command_line
 from trencadis.core import envs
 from trencadis.core.errors import MAX_LINE, StartupError
 from trencadis.server.config.flag_table_and_lookup import get_flag_table, get_flag_variables
-from trencadis.server.config.vllm_flag_table import ROWS
+from trencadis.server.config.vllm_flag_and_env_table import ROWS
 
 DEEP, LONG = "[" * 5000, "9" * 5000
 JUNK = [

@@ -10,9 +10,8 @@ from tests.fakes.command_line import from_command_line
 from trencadis.core import envs
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import main as cli
-from trencadis.server.config import ignored_and_refused_vllm_env
 from trencadis.server.config.flag_table_and_lookup import find_flag, get_flag_table
-from trencadis.server.config.vllm_flag_table import ROWS
+from trencadis.server.config.vllm_flag_and_env_table import ROWS, find_variable, read_variables
 
 
 def refused(line):
@@ -123,13 +122,10 @@ def test_vllms_variables_are_all_known_and_none_is_silent():
     """vllm_variables.txt has the names of vLLM 0.33's envs.py that begin with VLLM_."""
     names = (Path(__file__).parent / "vllm_variables.txt").read_text().split()
     read = {name for flag in get_flag_table().values() for name in flag.env} | set(envs.BY_NAME)
-    assert (
-        len(names) > 290
-        and [n for n in names if n not in read and ignored_and_refused_vllm_env.find_variable(n) is None] == []
-    )
-    assert not read & set(ignored_and_refused_vllm_env.BY_NAME)
+    assert len(names) > 290 and [n for n in names if n not in read and find_variable(n) is None] == []
+    assert not read & set(read_variables())
     for name in set(names) - read:
-        env = ignored_and_refused_vllm_env.find_variable(name)
+        env = find_variable(name)
         assert env is not None
         if env.effect == envs.REFUSED:
             with pytest.raises(StartupError, match=f"{name}='1' is refused: "):

@@ -17,9 +17,8 @@ from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.checkpoint.pooling_config_reader import load_model_config
 from trencadis.core.engine_config import EngineConfig
-from trencadis.server.config import ignored_and_refused_vllm_env
+from trencadis.server.config.vllm_flag_and_env_table import EVERY, ROWS, read_variables
 from trencadis.server.config.vllm_flag_row_and_value_conversion import ABSENT
-from trencadis.server.config.vllm_flag_table import EVERY, ROWS
 
 MODEL_TYPES = {"mixtral": "mixtral", "qwen3_moe": "qwen3_moe", "mistral": "mistral", "gemma3": "gemma3_text"}
 NAMES = {
@@ -43,7 +42,7 @@ def test_models_with_experts_and_windows_are_served(tmp_path: Path) -> None:
     """So no reason may say otherwise: two did, from before these families."""
     assert describe(tmp_path, "qwen3_moe").experts is not None
     assert describe(tmp_path, "gemma3").window == 8
-    said = [row.why for row in EVERY] + [env.meaning for env in (*envs.TABLE, *ignored_and_refused_vllm_env.TABLE)]
+    said = [row.why for row in EVERY] + [env.meaning for env in (*envs.TABLE, *read_variables().values())]
     for why in said:
         assert not CLAIM.search(why) or not re.search(r"expert|window|hybrid", why), why
         assert "all layers attend to all" not in why and "server has one engine" not in why, why
@@ -62,7 +61,7 @@ def test_every_claim_about_models_names_a_part_that_no_family_has() -> None:
 
 
 def test_variables_of_experts_and_windows_have_reasons_that_hold() -> None:
-    for env in (*envs.TABLE, *ignored_and_refused_vllm_env.TABLE):
+    for env in (*envs.TABLE, *read_variables().values()):
         if CLAIM.search(env.meaning) and "SHARED_EXPERT" not in env.name:  # experts of all tokens: no family has them
             assert not re.search(r"MOE|EXPERT|WINDOW|_EP_|DEEPEP|SLIDE", env.name), env.name
 

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.fakes.command_line import from_command_line
+from tools.pages import reference_pages
 from trencadis.core.errors import StartupError
-from trencadis.server.config import flag_reference_pages, help_formatter
+from trencadis.server.config import help_formatter
 from trencadis.server.config import vllm_flag_row_and_value_conversion as rows
 from trencadis.server.config.flag_table_and_lookup import LISTS, WHOLE, Flag, find_flag, get_flag_table
 from trencadis.server.config.resolve_settings import Settings
+from trencadis.server.config.vllm_flag_and_env_table import EVERY, ROWS
 from trencadis.server.config.vllm_flag_row_and_value_conversion import FlagRow
-from trencadis.server.config.vllm_flag_table import EVERY, ROWS
 
 HERE = Path(__file__).parent
 VERDICTS = {"free": rows.FREE, "means": rows.MEANS, "refused": rows.REFUSED}
@@ -304,10 +305,10 @@ def test_no_misspelling_of_any_flag_is_taken_for_another() -> None:
 
 
 def test_help_and_the_page_have_every_row() -> None:
-    page, legacy = flag_reference_pages.make_vllm_flags_section(), help_formatter.make_help_text("legacy")
+    page, legacy = reference_pages.make_vllm_flags_section(), help_formatter.make_help_text("legacy")
     for row in EVERY:
         assert f"`{row.written}`" in page and row.written in legacy
     assert help_formatter.make_help_text("swap-space").startswith("--swap-space has no effect here: ")
     assert "--tensor-parallel-size" in help_formatter.make_help_text("prefill-context-parallel-size")
     docs = (HERE.parent.parent / "docs" / "migrating-from-vllm.md").read_text(encoding="utf-8")
-    assert page in docs and docs == flag_reference_pages.make_migration_page(docs), "run tools/gen_flags.py"
+    assert page in docs and docs == reference_pages.make_migration_page(docs), "run tools/gen_flags.py"

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.test_schedules import play
+from tests.oracles.shadow_model import expand_step
 from trencadis.core.kv.block_pool import BlockPool
 from trencadis.core.launches.rank_input_batch import RankInputBatch
 from trencadis.core.request import Request, SamplingParams
@@ -58,7 +59,7 @@ class Driven:
         step = self.scheduler.schedule()
         if step is None:
             return False
-        step = self.batch.expand_step(step)
+        step = expand_step(self.batch, step)
         self._count(step)
         keys = [draw.key for row in step.rows for draw in row.samples]
         head = HeadOutput(np.full(len(keys), 7, np.int32))

@@ -163,4 +163,5 @@ def test_a_disconnect_stops_encoding_within_a_step(turns: int, depth: int) -> No
     after = [i.digest for s in run.steps if s.number > before for i in s.images]
     assert set(after) <= stays and not any(id == "gone" for id, _ in run.engine.needs())
     assert stays <= encoded | set(after)
-    assert not run.engine.scheduler.pixel_queue.pixels and not run.engine.scheduler.encoder.arena.pinned_by(1)
+    assert not run.engine.scheduler.pixel_queue.pixels
+    assert not any(1 in entry.pins for entry in run.engine.scheduler.encoder.arena._entries.values())

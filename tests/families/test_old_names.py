@@ -15,7 +15,7 @@ import pytest
 from trencadis.core import devices
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.errors import StartupError
-from trencadis.core.renamed_plugin_api_error_hints import MEMBERS, MODULES, MOVED, NAMES, find_successors
+from trencadis.core.renamed_plugin_api_error_hints import find_successors, read_renamed_names
 from trencadis.server.tools import parser_registry
 
 PLUGIN = "plugin_of_before"
@@ -42,7 +42,7 @@ def one_line(refused: pytest.ExceptionInfo[StartupError]) -> str:
 
 
 def test_every_module_has_moved_to_one_that_exists() -> None:
-    for old, new in MODULES.items():
+    for old, new in read_renamed_names().modules.items():
         assert new != old and find_spec(f"trencadis.{new}") is not None, old
         if old != "multimodal.vit":  # a package has the name of a module of before
             folder = Path(__file__).parents[2].joinpath(*old.split("."))
@@ -55,9 +55,10 @@ def test_every_name_and_member_has_a_successor_in_the_source() -> None:
     text = "\n".join(f.read_text(encoding="utf-8") for folder in folders for f in folder.rglob("*.py"))
     defined = set(re.findall(r"(?:def|class) (\w+)|^(\w+)(?:: [^=\n]+)? = |(\w+): |\.(\w+)\b|, (\w+) = ", text, re.M))
     words = {word for found in defined for word in found}
-    new = {*NAMES.values(), *MEMBERS, *(name for members in MEMBERS.values() for name in members.values())}
+    _, moved, names, members = read_renamed_names()
+    new = {*names.values(), *members, *(name for inside in members.values() for name in inside.values())}
     assert new - words == set()
-    assert all(hasattr(import_module(f"trencadis.{new}"), old.rpartition(".")[2]) for old, new in MOVED.items())
+    assert all(hasattr(import_module(f"trencadis.{new}"), old.rpartition(".")[2]) for old, new in moved.items())
 
 
 @pytest.mark.parametrize(

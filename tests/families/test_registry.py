@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from tools.pages import reference_pages
 from trencadis.core.checkpoint import model_registry
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.family import BARE, CLASSIFY, GENERATE, DeviceShare
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.memory_estimator import MemoryEstimator
 from trencadis.core.shapes.launch_costs import costs_of
-from trencadis.server.cli import list_models, main
+from trencadis.server.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 GRANITE = """
@@ -81,7 +82,6 @@ def test_a_family_is_at_most_120_lines() -> None:
 NAMED = re.compile(r"qwen|llama|mistral|\bgpt.?2|\bopt.(?:125|350)|\bOPTFor|\bgemma|\bphi\b", re.IGNORECASE)
 REMAINS = {
     "server/text/chat_template.py": "file names of templates, theirs and ours",
-    "core/renamed_plugin_api_error_hints.py": "names of before and their successors",
     "core/checkpoint/rope_config.py": "llama3 is the name of a rotary type in every config.json",
     "core/models/rotary_embedding.py": "the same type, and whose report has its formula",
     "core/checkpoint/config_reader.py": "a key that says whose pooling head it was; it changes nothing",
@@ -155,4 +155,4 @@ def test_a_family_may_count_its_own_weights_and_costs(form: Any, monkeypatch: An
 
 def test_the_page_lists_what_the_registry_has() -> None:
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    assert page == list_models.make_docs_page(page), "tools/gen_flags.py"
+    assert page == reference_pages.make_models_page(page), "tools/gen_flags.py"

@@ -234,7 +234,12 @@ class Index(RuleBasedStateMachine):
     def agrees(self):
         if not hasattr(self, "index"):
             return
-        self.index.check()
+        holders_of, held_of = self.index._holders, self.index._held
+        pairs = {(key, r) for key, holders in holders_of.items() for r in holders}
+        assert pairs == {(key, r) for r, held in held_of.items() for key in held}, "the two directions differ"
+        assert len(pairs) == sum(len(h) for h in holders_of.values()), "a holder is listed twice"
+        assert all(holders_of.values()), "a key without holders is kept"
+        assert all(len(held) <= self.index.bound for held in held_of.values()), "the index exceeds its bound"
         for key in range(10):
             assert set(self.index.get_holders(key)) == {r for r, held in self.lists.items() if key in held}
         assert len(self.index) == sum(map(len, self.lists.values()))

@@ -17,6 +17,7 @@ from benchmarks.host.step import BLOCK, HostSteps, Load
 from tests.engine.test_schedules import random_request
 from tests.host.instruction_counts import instructions
 from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
+from tests.oracles.shadow_model import expand_step
 from trencadis.backends.cpu.backend import make_tensors
 from trencadis.backends.cpu.host_padding import slot_map
 from trencadis.core.executor import rank_messages
@@ -152,10 +153,10 @@ def test_a_rank_that_missed_a_step_refuses_the_next() -> None:
         engine.step()
     whole, missed = RankInputBatch(), RankInputBatch()
     for step in steps:
-        whole.expand_step(step)
-    missed.expand_step(steps[0])
+        expand_step(whole, step)
+    expand_step(missed, steps[0])
     with pytest.raises(BatchOutOfStep, match=r"change 3 .* change 1"):
-        missed.expand_step(steps[2])
+        expand_step(missed, steps[2])
 
 
 def test_a_step_of_256_rows_is_told_in_a_few_kilobytes() -> None:

@@ -61,7 +61,7 @@ def test_a_thread_that_waits_for_a_result_holds_up_no_launch(hpu: Callable[..., 
     rng = np.random.default_rng(1)
     backend.fill(programs[0], inputs(rng, 2, 0))
     pending = backend.fetch(programs[0].replay(), 2)
-    backend.card.queue.work_for(0.6)
+    backend.card.queue.busy_until = time.monotonic() + 0.6  # events pass no earlier
     waiting = threading.Thread(target=pending.result)
     waiting.start()
     time.sleep(0.1)

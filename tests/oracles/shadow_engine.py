@@ -80,7 +80,8 @@ def _compare_batches(scheduler: Scheduler, rank: ShadowRank) -> None:
     def noted() -> Step | None:
         step = schedule()
         if step is not None:
-            rank.checksums[step.number] = scheduler.micro_batches.batch.checksum()
+            rows = scheduler.micro_batches.batch.sequences
+            rank.expected_rows[step.number] = [(seq.key, seq.slot, seq.computed, list(seq.blocks)) for seq in rows]
         return step
 
     scheduler.schedule = noted  # type: ignore[method-assign]

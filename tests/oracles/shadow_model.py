@@ -78,6 +78,28 @@ def best_ids(total: int, vocab: int) -> tuple[list[int], list[float]]:
     return ids, (-steps.cumsum(dtype=np.float32)).tolist()
 
 
+RowState = tuple[int, int, int, list[int]]
+"""Key, slot, context and blocks of a persistent row."""
+
+
+def states_of(batch: RankInputBatch) -> list[RowState]:
+    """Returns the state of each row of a rank's batch."""
+    numbers = batch._numbers[:5, : batch.count].T.tolist()
+    return [
+        (key, slot, context, batch._table[i, :held].tolist())
+        for i, (key, (slot, context, _, _, held)) in enumerate(zip(batch._keys, numbers, strict=True))
+    ]
+
+
+def expand_step(batch: RankInputBatch, step: Step) -> Step:
+    """Applies the changes of ``step`` to ``batch``; returns it with one ``Row`` for everything that runs."""
+    batch.apply(step.batch)
+    whole = batch.with_all_rows(step)
+    if step.batch is not None:
+        batch.advance(step.rows, step.batch.joins)
+    return whole
+
+
 @dataclass
 class ShadowRank:
     """Executes Steps; ``vocab`` ids, tables sized by blocks, rows and slots."""
@@ -106,7 +128,8 @@ class ShadowRank:
     stages: int = 1
     """Pipeline stages that it stands for: no token may be PENDING then."""
     lanes: dict[int, RankInputBatch] = field(default_factory=lambda: defaultdict(RankInputBatch))
-    checksums: dict[int, int] = field(default_factory=dict)
+    expected_rows: dict[int, list[RowState]] = field(default_factory=dict)
+    """State of the scheduler's rows by Step."""
     """What the scheduler knows of the batch behind each Step, if somebody asked it."""
     states: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Recurrent state by slot: tokens read so far, and their total."""
@@ -169,7 +192,7 @@ class ShadowRank:
             launched = LaunchedHead(launch(head_inputs(rows, self.vocab)))
         if step.batch is not None:
             batch.advance(step.rows, step.batch.joins)
-        assert self.checksums.pop(step.number, None) in (None, batch.checksum()), "the rank's batch went astray"
+        assert self.expected_rows.pop(step.number, None) in (None, states_of(batch)), "the rank's batch went astray"
         return ShadowPending(out, launched)
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.speculation.scripted_proposer import ScriptedProposer
+from trencadis.core.scheduling.draft_scheduler import cut_at
 from trencadis.core.spec.draft_count import AcceptanceRates, StepSeconds, VerifyShapes, choose_count, pays_together
-from trencadis.core.spec.draft_proposer_interface import NO_DRAFT, DraftTokens, FirstProposal, cut_at
+from trencadis.core.spec.draft_proposer_interface import NO_DRAFT, DraftTokens, FirstProposal
 from trencadis.core.spec.ngram_proposer import BULK, NgramIndex, NgramProposer
 from trencadis.core.spec.predicted_text import PredictedText, PredictionProposer
 from trencadis.core.spec.suffix_proposer import CONTEXT_BYTES, LEAST_SHARE, AnswerCounts, Owner, SuffixProposer

@@ -43,7 +43,7 @@ def shared_lines() -> list[tuple[str, str]]:
     for name in listed.stdout.split():
         if (
             not name.endswith(".py")
-            or name.startswith((*FAMILIES, "core/renamed_plugin_api_error_hints.py", "server/text/chat_template.py"))
+            or name.startswith((*FAMILIES, "server/text/chat_template.py"))
             or not (ROOT / name).is_file()
         ):
             continue

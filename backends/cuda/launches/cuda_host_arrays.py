@@ -13,22 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.backends.cpu.host_padding import (
-    cells,
-    empty_inputs,
-    flag_padding_windows,
-    head,
-    pad,
-    pad_cross_attention,
-    pad_image_adapters,
-    pad_interpolation,
-    pad_recurrent,
-    pool,
-    reset,
-    slot_map,
-    visible_ends,
-    windows,
-)
+from trencadis.backends.cpu import host_padding
 from trencadis.backends.cuda.kernels.attention_metadata import (
     CrossAttentionItems,
     CudaSegments,
@@ -98,17 +83,17 @@ def arrays(bucket: Bucket, inputs: Inputs | None, sizes: Sizes, plans: LaunchPla
     Args:
         plans: the bucket's cached plans; without them every launch is planned anew.
     """
-    match inputs if inputs is not None else empty_inputs(bucket.stage, sizes.vocab, sizes.slot):
+    match inputs if inputs is not None else host_padding.empty_inputs(bucket.stage, sizes.vocab, sizes.slot):
         case StepInputs() as x:
             return text(bucket, x, sizes, plans or LaunchPlans())
         case VisionInputs() as x:
             return _vision(x, bucket.dims[0], sizes.slot, bucket.variant == LORA)
         case HeadInputs() as x:
-            return head(x, bucket.dims[0], x.masks, drafts_ahead(bucket))
+            return host_padding.head(x, bucket.dims[0], x.masks, drafts_ahead(bucket))
         case ResetInputs() as x:
-            return reset(x, bucket.dims[0], x.counts)
+            return host_padding.reset(x, bucket.dims[0], x.counts)
         case PoolInputs() as x:
-            return pool(x, bucket.dims[0])
+            return host_padding.pool(x, bucket.dims[0])
 
 
 def growing_tensor(bucket: Bucket, sizes: Sizes) -> tuple[str, tuple[int, ...]]:
@@ -139,35 +124,35 @@ def text(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: LaunchPlans) -> Any
     """
     count = padded_tokens(bucket)
     return TextTensors(
-        tokens=pad(x.tokens, (count,), np.int32),
-        from_slot=pad(x.from_slot, (count,), np.int32),
+        tokens=host_padding.pad(x.tokens, (count,), np.int32),
+        from_slot=host_padding.pad(x.from_slot, (count,), np.int32),
         positions=_columns(x.positions, count),
-        image_row=pad(x.image_row, (count,), np.int32),
-        out_row=pad(x.out_row, (count,), np.int64),
+        image_row=host_padding.pad(x.image_row, (count,), np.int32),
+        out_row=host_padding.pad(x.out_row, (count,), np.int64),
         attn=_attn(bucket, x, sizes, plans),
         cross_attention=_make_cross_attention(bucket, x, sizes, plans),
-        recurrent=pad_recurrent(x, bucket.dims[-1]) if sizes.recurrent else None,
-        adapter=pad(token_adapters(x), (count,), np.int32) if bucket.variant == LORA else None,
+        recurrent=host_padding.pad_recurrent(x, bucket.dims[-1]) if sizes.recurrent else None,
+        adapter=host_padding.pad(token_adapters(x), (count,), np.int32) if bucket.variant == LORA else None,
     )
 
 
 def _attn(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: LaunchPlans) -> Any:
     count, rows, capacity = padded_tokens(bucket), bucket.dims[-1], sizes.item_capacity(bucket)
     row_start, context, counts, blocks, block_start = _rows(x, count, rows, sizes.block_size)
-    stored, surplus = slot_map(x, count, sizes.block_size), count - len(x.tokens)
+    stored, surplus = host_padding.slot_map(x, count, sizes.block_size), count - len(x.tokens)
     lists = (row_start, context, blocks, stored, block_start)
     if bucket.stage is Stage.DECODE and not sizes.invariant:
         assert len(x.tokens) == len(x.context), "DECODE takes one token a row"
         return SingleAttn(*_any(*lists, *plans.single(x.context, surplus, capacity)))
-    upto = visible_ends(x) if sizes.upto else None
+    upto = host_padding.visible_ends(x) if sizes.upto else None
     each = block_tokens(bucket, sizes.group, sizes.invariant)
     planned = plans.several(x.context, counts, surplus, each, capacity, upto)
-    padded = None if upto is None else pad(upto, (count,), np.int32)
+    padded = None if upto is None else host_padding.pad(upto, (count,), np.int32)
     return ItemAttn(*_any(*lists, *planned, padded))
 
 
 def _make_cross_attention(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: LaunchPlans) -> Any:
-    made: Any = pad_cross_attention(x, bucket.dims[0], planned_units(bucket.variant))
+    made: Any = host_padding.pad_cross_attention(x, bucket.dims[0], planned_units(bucket.variant))
     if made is None:
         return None
     each, rows = (
@@ -203,18 +188,18 @@ def _rows(x: StepInputs, count: int, rows: int, block_size: int) -> _RowArrays:
     block_start[0] = 0
     np.cumsum(held, out=block_start[1 : real + 1])
     blocks = x.blocks[np.arange(x.blocks.shape[1]) < held[:, None]]
-    return _RowArrays(row_start, pad(x.context, (rows + 1,), np.int32), counts, blocks, block_start)
+    return _RowArrays(row_start, host_padding.pad(x.context, (rows + 1,), np.int32), counts, blocks, block_start)
 
 
 def _vision(x: VisionInputs, slots: int, slot: SlotForm, adapters: bool) -> Any:
     """Builds the arrays of a VISION launch. Padding windows write to the SINK row."""
-    near, share = pad_interpolation(x, slots)
-    count = cells(x, slots, slot)
-    adapter, cell_adapter = pad_image_adapters(x, slots, count) if adapters else (None, None)
+    near, share = host_padding.pad_interpolation(x, slots)
+    count = host_padding.cells(x, slots, slot)
+    adapter, cell_adapter = host_padding.pad_image_adapters(x, slots, count) if adapters else (None, None)
     return VisionTensors(
         pixels=_any(x.pixels)[0],
-        position=pad(x.position, (slots, 2), np.int32),
-        rows=pad(x.rows, (count,), np.int64, SINK_ROW),
+        position=host_padding.pad(x.position, (slots, 2), np.int32),
+        rows=host_padding.pad(x.rows, (count,), np.int64, SINK_ROW),
         segments=_any(CudaSegments(*_any(*_segments(x, slots, slot))))[0],
         position_rows=_any(near)[0],
         position_weights=_any(share)[0],
@@ -225,8 +210,8 @@ def _vision(x: VisionInputs, slots: int, slot: SlotForm, adapters: bool) -> Any:
 
 def _segments(x: VisionInputs, slots: int, slot: SlotForm) -> tuple[Array, ...]:
     """Returns the arrays of ``CudaSegments``."""
-    segment, real = windows(x, slots)
-    made, padding_window = segments(segment, real), flag_padding_windows(x, slots, slot.padding_windows)
+    segment, real = host_padding.windows(x, slots)
+    made, padding_window = segments(segment, real), host_padding.flag_padding_windows(x, slots, slot.padding_windows)
     if padding_window is None:
         return made
     solid = np.where(padding_window > 0, 0, real)

@@ -105,10 +105,6 @@ class DeviceQueue:
         self.busy_until = 0.0
         """Time (``time.monotonic``) until which the card works at what was submitted so far."""
 
-    def work_for(self, seconds: float) -> None:
-        """Makes events pass no earlier than in so many real seconds."""
-        self.busy_until = time.monotonic() + seconds
-
     @_locked
     def push(self, work: Callable[[], None]) -> None:
         """Adds work or an upload."""

@@ -16,21 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.cpu.host_padding import (
-    cells,
-    empty_inputs,
-    flag_padding_windows,
-    head,
-    pad,
-    pad_cross_attention,
-    pad_image_adapters,
-    pad_interpolation,
-    pad_recurrent,
-    pool,
-    reset,
-    visible_ends,
-    windows,
-)
+from trencadis.backends.cpu import host_padding
 from trencadis.backends.hpu.attention.attention_input_types import BlockDecodeAttn, ContextAttn, FreshAttn
 from trencadis.backends.hpu.shape_policy import padded_start
 from trencadis.core.buckets import LORA, Bucket, Stage, drafts_ahead, padded_tokens, verified_width
@@ -101,17 +87,19 @@ class LaunchForm(NamedTuple):
 
 def arrays(bucket: Bucket, inputs: Inputs | None, form: LaunchForm) -> Any:
     """Returns the stage's tensors as numpy arrays; ``None``: padding only."""
-    match inputs if inputs is not None else empty_inputs(bucket.stage, form.vocab, form.slot):
+    match inputs if inputs is not None else host_padding.empty_inputs(bucket.stage, form.vocab, form.slot):
         case StepInputs() as x:
             return text(bucket, x, form)
         case VisionInputs() as x:
             return _vision(x, bucket.dims[0], form.slot, bucket.variant == LORA)
         case HeadInputs() as x:
-            return head(x, bucket.dims[0], _masks(x, bucket, form.vocab), drafts_ahead(bucket))
+            return host_padding.head(x, bucket.dims[0], _masks(x, bucket, form.vocab), drafts_ahead(bucket))
         case ResetInputs() as x:
-            return reset(x, bucket.dims[0], pad(x.counts, (bucket.dims[0], form.vocab), np.int32))
+            return host_padding.reset(
+                x, bucket.dims[0], host_padding.pad(x.counts, (bucket.dims[0], form.vocab), np.int32)
+            )
         case PoolInputs() as x:
-            return pool(x, bucket.dims[0])
+            return host_padding.pool(x, bucket.dims[0])
 
 
 def text(bucket: Bucket, x: StepInputs, form: LaunchForm) -> Any:
@@ -120,6 +108,7 @@ def text(bucket: Bucket, x: StepInputs, form: LaunchForm) -> Any:
     """
     count = padded_tokens(bucket)
     position, start = _token_positions(bucket, x), padded_start(count) if form.shared else count
+    rows = 1 if bucket.stage is Stage.CONTEXT else bucket.dims[0]
 
     def put(values: Array, width: int = start, dtype: type = np.int32) -> Any:
         out: Array = np.zeros((*values.shape[:-1], width), dtype)
@@ -133,8 +122,8 @@ def text(bucket: Bucket, x: StepInputs, form: LaunchForm) -> Any:
         image_row=put(x.image_row),
         out_row=put(x.out_row, count, np.int64),
         attn=_any(_attn(bucket, x, count, position, form)),
-        cross_attention=pad_cross_attention(x, count, planned_units(bucket.variant), position),
-        recurrent=pad_recurrent(x, 1 if bucket.stage is Stage.CONTEXT else bucket.dims[0]) if form.recurrent else None,
+        cross_attention=host_padding.pad_cross_attention(x, count, planned_units(bucket.variant), position),
+        recurrent=host_padding.pad_recurrent(x, rows) if form.recurrent else None,
         adapter=put(token_adapters(x), count) if bucket.variant == LORA else None,
     )
 
@@ -161,13 +150,13 @@ def _attn(bucket: Bucket, x: StepInputs, count: int, position: Array, form: Laun
     slot[position] = x.blocks[row, index // size].astype(np.int64) * size + index % size
     if bucket.stage is Stage.FRESH:
         upto = _upto(x, position, np.tile(np.arange(bucket.dims[1], dtype=np.int32), bucket.dims[0]), form)
-        return FreshAttn(_any(slot), pad(lengths, (bucket.dims[0],), np.int32, 1), upto)
+        return FreshAttn(_any(slot), host_padding.pad(lengths, (bucket.dims[0],), np.int32, 1), upto)
     listed = np.full(bucket.dims[1], ZERO_BLOCK, np.int32)
     if bucket.stage is Stage.CONTEXT:
         assert len(x.context) <= 1, "CONTEXT takes one row"
         held = -(-int(x.context.sum()) // size)
         listed[:held] = x.blocks[:1, :held].reshape(-1)
-        context = pad(x.context, (1,), np.int32)
+        context = host_padding.pad(x.context, (1,), np.int32)
         own = (context + np.arange(count)).astype(np.int32)
         return ContextAttn(_any(slot), _any(listed), context, _upto(x, position, own, form))
     group = np.full(bucket.dims[1], bucket.dims[0], np.int32)
@@ -186,7 +175,7 @@ def _upto(x: StepInputs, position: Array, own: Array, form: LaunchForm) -> Any:
     """
     if not form.upto:
         return None
-    own[position] = visible_ends(x)
+    own[position] = host_padding.visible_ends(x)
     return own
 
 
@@ -225,14 +214,16 @@ def _list_verified_blocks(x: StepInputs, size: int, listed: Array, group: Array,
 
 def _vision(x: VisionInputs, slots: int, slot: SlotForm, adapters: bool) -> Any:
     """Builds the arrays of a VISION launch. Padding windows write to the SINK row."""
-    (segment, real), (near, share) = windows(x, slots), pad_interpolation(x, slots)
-    count = cells(x, slots, slot)
-    adapter, cell_adapter = pad_image_adapters(x, slots, count) if adapters else (None, None)
+    (segment, real), (near, share) = host_padding.windows(x, slots), host_padding.pad_interpolation(x, slots)
+    count = host_padding.cells(x, slots, slot)
+    adapter, cell_adapter = host_padding.pad_image_adapters(x, slots, count) if adapters else (None, None)
     return VisionTensors(
-        pixels=pad(x.pixels, (slots, x.pixels.shape[1]), np.uint8),
-        position=pad(x.position, (slots, 2), np.int32),
-        rows=pad(x.rows, (count,), np.int64, SINK_ROW),
-        segments=Segments(_any(segment), _any(real), _any(flag_padding_windows(x, slots, slot.padding_windows))),
+        pixels=host_padding.pad(x.pixels, (slots, x.pixels.shape[1]), np.uint8),
+        position=host_padding.pad(x.position, (slots, 2), np.int32),
+        rows=host_padding.pad(x.rows, (count,), np.int64, SINK_ROW),
+        segments=Segments(
+            _any(segment), _any(real), _any(host_padding.flag_padding_windows(x, slots, slot.padding_windows))
+        ),
         position_rows=_any(near),
         position_weights=_any(share),
         adapter=_any(adapter),
@@ -243,7 +234,7 @@ def _vision(x: VisionInputs, slots: int, slot: SlotForm, adapters: bool) -> Any:
 def _masks(x: HeadInputs, bucket: Bucket, vocab: int) -> Array:
     """Returns the mask of each row and one that allows everything; the greedy variant has only the latter."""
     rows = 1 if bucket.variant == "greedy" else bucket.dims[0] + 1
-    masks: Array = pad(x.masks, (rows, -(-vocab // 8)), np.uint8, 255)
+    masks: Array = host_padding.pad(x.masks, (rows, -(-vocab // 8)), np.uint8, 255)
     return masks
 
 

@@ -1,13 +1,18 @@
-"""The table of vLLM's flags by name, its short options, and the rows of flags that are not about the engine alone.
+"""The tables of vLLM's flags and environment variables by name, and the rows of flags that are not about the engine
+alone.
 
-They are about several cards, machines and engines, about experts, about parts that no model has that is served, and
-about HTTP, logs, metrics, tools and answers.
+These rows are about several cards, machines and engines, about experts, about parts that no model has that is served,
+and about HTTP, logs, metrics, tools and answers.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 
+from trencadis.core.envs import ALWAYS, IGNORED, REFUSED, Env
 from trencadis.core.errors import StartupError
 from trencadis.core.flag_declaration import FlagValue
 from trencadis.server.config import vllm_engine_flags
@@ -20,6 +25,7 @@ from trencadis.server.config.vllm_flag_row_and_value_conversion import (
     make_means_row,
     make_refused_row,
     set_opposite,
+    set_when_on,
 )
 
 _PROXY = "a proxy in front of the server does that"
@@ -145,13 +151,9 @@ def _convert_local_size(value: FlagValue, own: Mapping[str, FlagValue]) -> Mappi
     return {"data_parallel_size": value}
 
 
-def _convert_ray_backend(value: FlagValue, own: Mapping[str, FlagValue]) -> Mapping[str, FlagValue]:
-    """Converts an older form of the flag."""
-    return {"distributed_executor_backend": "ray"} if value else {}
-
-
 PARALLEL: tuple[FlagRow, ...] = (
-    make_means_row("worker_use_ray", "bool", "--distributed-executor-backend ray", _convert_ray_backend, False),
+    make_means_row("worker_use_ray", "bool", "--distributed-executor-backend ray",
+        set_when_on("distributed_executor_backend", "ray"), False),
     make_refused_row("engine_use_ray", "bool", "the engine is a process of the server; --distributed-executor-backend "
         "ray "
             "places its ranks"),
@@ -302,3 +304,37 @@ SHORT: dict[str, str] = {
     "O": "optimization_level",
 }
 """Short options, with one or two dashes -> long names."""
+
+_OTHER_DEVICES = ("VLLM_ROCM_",)
+"""Prefixes of variables about a device that is not supported."""
+
+_REFUSED_VARIABLES = (
+    Env("VLLM_USE_MODELSCOPE", "bool", "false", "models come from folders and the Hugging Face hub", REFUSED, "true"),
+    Env("VLLM_MODEL_REDIRECT_PATH", "str", "", "a model is the folder or the hub id that is named", REFUSED, ALWAYS),
+    Env("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "bool", "false", "positions beyond config.json's have no meaning; change "
+        "max_position_embeddings and rope_scaling there", REFUSED, "true"),
+    Env("VLLM_TORCH_PROFILER_DIR", "str", "", "there is no profiler; `/metrics` has a histogram of each stage", REFUSED,
+        ALWAYS),
+    Env("VLLM_ALLOW_INSECURE_SERIALIZATION", "bool", "false", "no pickle is ever read", REFUSED, "true"),
+    Env("VLLM_MARLIN_INPUT_DTYPE", "str", "", "activations have the type of the model", REFUSED, ALWAYS),
+    Env("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "str", "", "`--quantization` makes fp8, int8 or int4", REFUSED, ALWAYS),
+    Env("VLLM_HUMMING_INPUT_QUANT_CONFIG", "str", "", "activations have the type of the model", REFUSED, ALWAYS),
+)  # fmt: skip
+
+
+@cache
+def read_variables() -> Mapping[str, Env]:
+    """Returns vLLM's environment variables other than those of flags, by name; ``core.envs`` has the plug-in's.
+
+    Those without effect stand in ignored_vllm_env.toml, by reason.
+    """
+    reasons = tomllib.loads(Path(__file__).with_name("ignored_vllm_env.toml").read_text("utf-8"))
+    ignored = (Env(name, "str", "", why, IGNORED) for why, names in reasons.items() for name in names)
+    return {env.name: env for env in (*_REFUSED_VARIABLES, *ignored)}
+
+
+def find_variable(name: str) -> Env | None:
+    """Returns the row of a variable, also of one of a whole family; None if it is unknown."""
+    if name.startswith(_OTHER_DEVICES):
+        return Env(name, "str", "", "devices are cpu, cuda, hpu and those of installed packages", IGNORED)
+    return read_variables().get(name) if name.startswith("VLLM_") else None

@@ -1,1 +1,0 @@
-"""Renames definitions, files and words over the whole repository by maps: ``python -m tools.renaming --check``."""
