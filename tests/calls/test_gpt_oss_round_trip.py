@@ -46,8 +46,8 @@ SCHEMA: dict[str, Any] = {
 }  # fmt: skip
 FUNCTION: Any = {"name": "f", "description": "Weather of a city.", "parameters": SCHEMA}
 USER: Any = {"role": "user", "content": "Weather?"}
-FORCED = {"structured_outputs": {"regex": "(sun|rain)"}, "thinking_token_budget": 6}
-REASONS: dict[str, Any] = {"logit_bias": {"64": 100}, "thinking_token_budget": 6}
+FORCED: Any = {"structured_outputs": {"regex": "(sun|rain)"}, "thinking_token_budget": 6}
+REASONS: Any = {"logit_bias": {"64": 100}, "thinking_token_budget": 6}
 """Lets an answer begin with the channel ``analysis``, whose first letter is id 64, and ends it after some letters."""
 
 
@@ -137,9 +137,8 @@ def test_responses(open_ai: openai.OpenAI, running: RunningServer) -> None:
     turn = second_turn(reasoning, call.name, call.arguments, call.call_id)
     count = check_prompt(running, turn, reasoning, call.arguments)
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
-    last: Any = open_ai.responses.create(
-        **asked, input=[USER, *made.output, result], tool_choice="none", extra_body=FORCED
-    )
+    back: Any = [USER, *made.output, result]
+    last: Any = open_ai.responses.create(**asked, input=back, tool_choice="none", extra_body=FORCED)
     assert last.output_text in ("sun", "rain") and last.usage.input_tokens == count
 
 

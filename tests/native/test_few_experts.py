@@ -81,7 +81,7 @@ def test_one_call_gives_the_bits_of_the_calls(
     for n in (1, 2, 5, 16):
         x, scores = draw(n, HIDDEN, seed=n).bfloat16(), distinct(n, seed=90 + n)
         routing = Routing(TOP, normalise, kind)
-        assert expert_kernels.takes(x, scores, w.table, routing, ops.table) and w.table is not None
+        assert w.table is not None and expert_kernels.takes(x, scores, w.table, routing, ops.table)
         wanted = run_chosen_experts(ops, x, scores, w, TOP, normalise, kind)
         found = run(x, scores, w.table, routing, ops.table)
         # Shares may differ in the last bit of float32, which moves a few values by one bit of bfloat16.
