@@ -1,10 +1,10 @@
 """Recurrent layers on the CPU: a Qwen3.5 of 0.8B's sizes beside a Qwen3 of about the same size, in one process.
 
-python -m benchmarks.recurrent [--dtype bfloat16] [--rounds 5] [--threads N] [--smoke]
+python -m benchmarks.recurrent [--dtype bfloat16] [--rounds 5] [--threads N] [--parts speed,prefix] [--smoke]
 
 Decoding: milliseconds a token of one answer, as a multiple of the time in which its bytes (weights, and each state read
 and written once) are read at the rate that is measured between the rounds. Prompts: tokens a second of both models, in
-turn.
+turn. ``prefix``: time to the first token of a request whose first 2,000 tokens an earlier one had too, of Qwen3.5.
 """
 
 from __future__ import annotations
@@ -21,27 +21,17 @@ import torch
 
 from benchmarks.decode_attention import CALM, read_rate
 from benchmarks.harness.checkpoints import DEMO
+from benchmarks.harness.recurrent_checkpoints import SHAPES, state_bytes, weight_bytes, write_model
 from benchmarks.harness.reporting import Others, machine, median, table
 from trencadis import LLM, SamplingParams, TokensPrompt
 from trencadis.core.cpu_affinity import available_cpus
 
-BARS = {"decode": 1.15, "prompt": 0.9}
-TEXT: dict[str, Any] = dict(
-    vocab_size=248320,
-    hidden_size=1024,
-    tie_word_embeddings=True,
-    max_position_embeddings=4096,
-    eos_token_id=2,
-    bos_token_id=1,
-)
-SMALL: dict[str, Any] = dict(vocab_size=512, hidden_size=128, num_hidden_layers=4, intermediate_size=256)
-RECURRENT: dict[str, Any] = TEXT | dict(
-    num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=2, head_dim=256, intermediate_size=3584,
-    linear_num_key_heads=16, linear_num_value_heads=16, linear_key_head_dim=128, linear_value_head_dim=128,
+BARS = {"decode": 1.15, "prompt": 0.9, "prefix": 0.2}
+SMALL: dict[str, Any] = dict(
+    vocab_size=512, hidden_size=128, num_hidden_layers=4, intermediate_size=256, bos_token_id=1, eos_token_id=2
 )  # fmt: skip
-PLAIN: dict[str, Any] = TEXT | dict(
-    num_hidden_layers=31, num_attention_heads=16, num_key_value_heads=8, head_dim=128, intermediate_size=3072,
-)  # fmt: skip
+SHARED, OWN, OTHERS = 2000, 40, 62
+"""Tokens that all requests of ``prefix`` begin with, tokens of each alone, and requests after the first one."""
 MEMORY = 256 << 20
 """Bytes that are read to measure the rate."""
 
@@ -54,41 +44,31 @@ class Side(NamedTuple):
     states: int
 
 
-def load(folder: Path, name: str, sizes: dict[str, Any], dtype: str, threads: int) -> Side:
-    """Writes a random checkpoint of a family of transformers and loads it."""
-    import transformers
-
-    text = "Text" if name == "Qwen3_5" else ""
-    config = getattr(transformers, f"{name}{text}Config")(**sizes, dtype=dtype)
-    torch.manual_seed(0)
-    torch.set_default_dtype(getattr(torch, dtype))
-    try:
-        model: Any = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    model.generation_config = transformers.GenerationConfig(eos_token_id=2, pad_token_id=0, do_sample=False)
-    model.save_pretrained(folder / name)
+def load(folder: Path, name: str, sizes: dict[str, Any], dtype: str, threads: int, **flags: Any) -> Side:
+    """Writes a random checkpoint of a family of transformers and loads it; ``flags``: further ones of the engine."""
+    path = write_model(folder / name, name, sizes, dtype)
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(DEMO / file, folder / name / file)
-    weights = sum(p.nbytes for p in model.parameters())
-    kinds = getattr(config, "layer_types", [])
-    width = sizes.get("linear_num_value_heads", 0) * sizes.get("linear_key_head_dim", 0)
-    states = 4 * width * sizes.get("linear_value_head_dim", 0) * sum(kind == "linear_attention" for kind in kinds)
+        shutil.copyfile(DEMO / file, path / file)
     llm = LLM(
-        str(folder / name), dtype=dtype, threads=threads, max_model_len=4096, enable_prefix_caching=False,
+        str(path), dtype=dtype, threads=threads, max_model_len=4096,
         kv_cache_memory_bytes=512 << 20, max_num_seqs=8,
         speculation=False,  # recurrent layers take no drafts, and a random model's loops would make the other side fast
+        **{"enable_prefix_caching": False, **flags},
     )  # fmt: skip
-    return Side(llm, weights, states)
+    return Side(llm, weight_bytes(path), state_bytes(path))
+
+
+def first_token(llm: LLM, prompt: list[int], out: int = 1) -> float:
+    """Seconds of one answer of ``out`` tokens."""
+    params = SamplingParams(temperature=0, max_tokens=out, ignore_eos=True, detokenize=False)
+    begun = time.perf_counter()
+    llm.generate([TokensPrompt(prompt_token_ids=prompt)], params, use_tqdm=False)
+    return time.perf_counter() - begun
 
 
 def seconds(side: Side, tokens: int, out: int, seed: int) -> float:
-    """Time of one answer."""
-    prompt = np.random.default_rng(seed).integers(3, 500, tokens).tolist()
-    params = SamplingParams(temperature=0, max_tokens=out, ignore_eos=True, detokenize=False)
-    begun = time.perf_counter()
-    side.llm.generate([TokensPrompt(prompt_token_ids=prompt)], params, use_tqdm=False)
-    return time.perf_counter() - begun
+    """Time of one answer to a random prompt."""
+    return first_token(side.llm, np.random.default_rng(seed).integers(3, 500, tokens).tolist(), out)
 
 
 def decode(side: Side, out: int, seed: int, memory: torch.Tensor) -> tuple[float, float]:
@@ -100,23 +80,15 @@ def decode(side: Side, out: int, seed: int, memory: torch.Tensor) -> tuple[float
     return taken, taken * rate / (side.weights + 2 * side.states)
 
 
-def main() -> None:
+def compare_speed(args: argparse.Namespace) -> None:
     """Prints medians of both models."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--threads", type=int, default=available_cpus())
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--smoke", action="store_true", help="small sizes: that it runs")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
     small, out, tokens = (SMALL, 8, (64,)) if args.smoke else ({}, 48, (128, 512, 2048))
     memory, others = torch.ones(MEMORY // 4), Others()
     decoded: dict[str, list[tuple[float, float]]] = {}
     prompts: dict[tuple[str, int], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         sides = {
-            name: load(Path(folder), name, sizes | small, args.dtype, args.threads)
-            for name, sizes in (("Qwen3_5", RECURRENT), ("Qwen3", PLAIN))
+            name: load(Path(folder), name, sizes | small, args.dtype, args.threads) for name, sizes in SHAPES.values()
         }
         for number in range(args.rounds + 1):
             for name, side in [*sides.items()][:: 1 if number % 2 else -1]:
@@ -128,7 +100,6 @@ def main() -> None:
                         prompts.setdefault((name, count), []).append(rate)
         for side in sides.values():
             side.llm.close()
-    print(machine())
     rows = []
     for name in sides:
         each, ratio = (median(found[i] for found in decoded[name]) for i in range(2))
@@ -137,6 +108,49 @@ def main() -> None:
     shares = [median(a / b for a, b in zip(prompts["Qwen3_5", n], prompts["Qwen3", n], strict=True)) for n in tokens]
     print(f"prompts, of Qwen3's rate (bar {BARS['prompt']}):", *(f"{share:.2f}" for share in shares))
     print(f"bar of decoding: {BARS['decode']} of memory; others took {others.cores():.2f} cores")
+
+
+def compare_prefix(args: argparse.Namespace) -> None:
+    """Prints the time to the first token of requests that share a prefix, of that of the first one.
+
+    All of it a few times with other prefixes, so that one disturbance does not make the figure.
+    """
+    small, shared, count, rounds = (SMALL, 200, 3, 1) if args.smoke else ({}, SHARED, OTHERS, args.rounds)
+    others, ratios = Others(), []
+    with tempfile.TemporaryDirectory() as folder:
+        name, sizes = SHAPES["qwen35"]
+        side = load(Path(folder), name, sizes | small, args.dtype, args.threads, enable_prefix_caching=True)
+        for number in range(rounds + 1):
+            rng = np.random.default_rng(number)
+            prefix = rng.integers(3, 500, shared).tolist()
+            prompts = [[*prefix, *rng.integers(3, 500, OWN).tolist()] for _ in range(1 + count)]
+            cold, *after = (first_token(side.llm, prompt) for prompt in prompts)
+            if number:  # the first round warms up
+                ratios.append(median(after) / cold)
+                print(
+                    f"prefix of {shared} tokens: first token after {1000 * cold:.0f} ms, of {count} others after "
+                    f"{1000 * median(after):.0f} ms (most {1000 * max(after):.0f}), {ratios[-1]:.3f} of it"
+                )
+        side.llm.close()
+    print(f"median {median(ratios):.3f} (bar {BARS['prefix']}); others took {others.cores():.2f} cores")
+
+
+PARTS = {"speed": compare_speed, "prefix": compare_prefix}
+
+
+def main() -> None:
+    """Measures the parts that are named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int, default=available_cpus())
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--parts", default=",".join(PARTS), help="parts of the benchmark, with commas between them")
+    parser.add_argument("--smoke", action="store_true", help="small sizes: that it runs")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print(machine())
+    for name in args.parts.split(","):
+        PARTS[name](args)
 
 
 if __name__ == "__main__":

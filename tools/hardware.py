@@ -87,6 +87,7 @@ KERNELS = (
            ("test_recurrent",), ""),
     Kernel("gated delta rule", "delta_rule", ("step_kernel", "squares_kernel", "scan_kernel"),
            ("test_recurrent",), ""),
+    Kernel("gated DeltaNet of single tokens", "delta_net_step", ("net_kernel",), ("test_recurrent_layer",), ""),
     Kernel("head, greedy", "sample_chunk_summaries", ("greedy_parts_kernel", "greedy_pick_kernel"),
            ("test_head",), "head_greedy"),
     Kernel("head, full", "sample", ("parts_kernel", "draw_kernel", "told_kernel"), ("test_head",), "head"),

@@ -7,9 +7,10 @@ from functools import partial
 
 import torch
 
-from trencadis.backends.cuda.kernels import causal_conv, delta_rule
+from trencadis.backends.cuda.kernels import causal_conv, delta_net_step, delta_rule
 from trencadis.backends.cuda.kernels.attention_metadata import ItemRows, LaunchRows
 from trencadis.core.device.launch_tensors import RecurrentRows
+from trencadis.core.models.model_and_ops_api import DeltaNetWeights, RecurrentState
 
 Case = tuple[str, Callable[[], None]]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -24,6 +25,8 @@ def recurrent(arch: int) -> Iterator[Case]:
     """Yields the convolutions and delta rules of prompts and of decoding rows."""
     for dtype in DTYPES:
         kind, usual = str(dtype).removeprefix("torch."), dtype == torch.bfloat16
+        for groups, heads, size in (LARGE, SMALL) if usual else (LARGE,):
+            yield f"{kind} {groups}/{heads} heads of {size}, gates and norm", partial(_net, dtype, groups, heads, size)
         for name, rows in (("rows", _rows()), ("chunks", _chunks())):
             for groups, heads, size in (LARGE, SMALL) if usual else (LARGE,):
                 case = f"{kind} {groups}/{heads} heads of {size}, {name}"
@@ -52,6 +55,14 @@ def _delta_rule(dtype: torch.dtype, groups: int, heads: int, size: int, rows: La
     q, k, v = (t.view(n, -1, size) for t in parts)
     gates, state = torch.zeros(n, heads), torch.zeros(4, heads, size, size)
     delta_rule.launch(q, k, v, gates, gates, state, rows, mixed.new_zeros(n, heads, size), 1e-6)
+
+
+def _net(dtype: torch.dtype, groups: int, heads: int, size: int) -> None:
+    x, gates = torch.zeros(16, (2 * groups + heads) * size, dtype=dtype), torch.zeros(16, heads * (size + 2))
+    number, width = torch.zeros(heads), x.shape[1]
+    weights = DeltaNetWeights(x.new_zeros(width, 4), number, number, x.new_zeros(size), 1e-6, groups)
+    held = RecurrentState(x.new_zeros(4, 3, width), torch.zeros(4, heads, size, size))
+    delta_net_step.run(x, gates.to(dtype), weights, held, _rows(), 1e-6)
 
 
 def _state_space(dtype: torch.dtype, sizes: tuple[int, int, int, int], rows: LaunchRows) -> None:

@@ -28,6 +28,7 @@ from trencadis.backends.cuda.kernels import (
     attention_metadata,
     causal_conv,
     cross_attend,
+    delta_net_step,
     delta_rule,
     fused_moe,
     gather_scatter,
@@ -73,6 +74,7 @@ from trencadis.core.device.backend import (
 )
 from trencadis.core.device.launch_tensors import CrossAttentionTensors, RecurrentRows
 from trencadis.core.models.decoder_layer import DecoderLayer
+from trencadis.core.models.model_and_ops_api import DeltaNetWeights, RecurrentState
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.vision_config import WINDOW_SLOTS
 
@@ -149,7 +151,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
         can be fused.
         """
         fuses = self._arrived is not None and self.host_layers is None and len(args) == DECODER_ARGS
-        if fuses and fused_layer.can_fuse(run, args[0], args[-1]):
+        if fuses and fused_layer.can_fuse(run, args[0], args[-1], args[-2]):
             assert self._arrived is not None
             made: Any = fused_layer.FusedLayer(cast(DecoderLayer, run), self._arrived, self.query_group)
             return super().layer(made, *args)  # type: ignore[no-any-return]
@@ -172,6 +174,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
         return quantised_linear.linear(x, w) if isinstance(w, QuantisedWeight) else super().linear(x, w)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()  # the queries of one token beside their gates are a view with gaps
         out = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
         norms.rms_norm(x, residual, weight, eps, total, out)
@@ -264,6 +267,14 @@ class CudaOps(HostLayerOps, ReferenceOps):
         out = x.new_empty(x.shape)
         causal_conv.launch(x, weight, bias, state, rows, activation, out)
         return out
+
+    def delta_net(
+        self, x: Tensor, gates: Tensor, w: DeltaNetWeights, held: RecurrentState, rows: object, attn: Attn
+    ) -> Tensor | None:
+        """Implements ``core.models.model_and_ops_api.FusedDeltaOps`` for rows of one token each."""
+        if not delta_net_step.fits(w, held, rows):
+            return None
+        return delta_net_step.run(x, gates, w, held, cast(RecurrentRows, rows), EPS)
 
     def delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: object, attn: Attn

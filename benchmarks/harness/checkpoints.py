@@ -91,7 +91,7 @@ def checkpoint(name: str, root: Path | None = None) -> Path:
         shape = SHAPES[name]
         _write_json(work, "config.json", config(shape))
         _write_json(work, "generation_config.json", {"do_sample": False, "eos_token_id": [shape.base + 2, shape.base]})
-        _write_tokenizer(work, shape)
+        write_tokenizer(work, shape)
         _write_weights(work, shape)
         work.rename(target)
     return target
@@ -212,8 +212,10 @@ def _write_weights(folder: Path, s: Shape) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _write_tokenizer(folder: Path, s: Shape) -> None:
-    """A byte-level BPE trained on this repository's texts, padded to ``base`` entries so that every id has text."""
+def write_tokenizer(folder: Path, s: Shape) -> None:
+    """Writes a byte-level BPE trained on this repository's texts, padded to ``base`` entries so that every id has text;
+    and the settings of images.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())

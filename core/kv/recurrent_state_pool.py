@@ -33,7 +33,8 @@ class StatePool:
 
     Args:
         size: slots of sequences and snapshots together.
-        snapshots: most snapshots at a time. The least recently used one makes room for another one, and for sequences.
+        snapshots: most snapshots at a time. For others, and for sequences, those make room first that a later one of
+            the same prompt follows and that no request has begun with; then the least recently used one.
         host: host memory for the states of preempted sequences.
     """
 
@@ -43,7 +44,9 @@ class StatePool:
         self._free = list(range(size, 0, -1))
         self._readers: dict[int, int] = {}
         self._keys: OrderedDict[bytes, int] = OrderedDict()
-        self._pending: set[int] = set()
+        self._pending: dict[int, bytes] = {}
+        self._shared: set[bytes] = set()  # keys of snapshots that requests have begun with
+        self._passed: dict[bytes, None] = {}  # of those that none has, and that a later one of the same prompt follows
         self._orphans: set[int] = set()  # dropped by the pool, and still read by a sequence
         self._resting: list[int] = []  # read by the step that is being built, so that only later ones may write them
         self._read_now: set[int] = set()
@@ -76,27 +79,33 @@ class StatePool:
 
     # Snapshots
 
-    def exchange(self, slot: int, key: bytes) -> tuple[int, PendingSnapshot] | None:
+    def exchange(self, slot: int, key: bytes, before: bytes = b"") -> tuple[int, PendingSnapshot] | None:
         """Makes the state that the next launch leaves in ``slot`` a snapshot.
+
+        ``before``: key of the snapshot of the same prompt that the new one follows, which is worth less from now on.
 
         Returns the slot in which its sequence goes on, which reads the snapshot once (``release``), and the pending
         snapshot; None if there is no room, or if there is such a snapshot.
         """
         if not self.most or key in self._keys:
             return None
+        if before not in self._shared and (before in self._keys or before in self._pending.values()):
+            self._passed[before] = None
         while len(self._keys) + len(self._pending) >= self.most:
-            if not self._evict():
+            if not self._thin(bool(self._free)) and not self._evict():
                 return None
         if not self._free:
             return None
-        self._pending.add(slot)
+        self._pending[slot] = key
         self._readers[slot] = self._readers.get(slot, 0) + 1
         return self._free.pop(), PendingSnapshot(key, slot)
 
     def publish(self, pending: Iterable[PendingSnapshot]) -> None:
-        """Offers snapshots whose launch has completed."""
+        """Offers snapshots whose launch has completed, and that have not been dropped meanwhile."""
         for key, slot in pending:
-            self._pending.discard(slot)
+            if self._pending.get(slot) != key:
+                continue
+            del self._pending[slot]
             if key in self._keys:
                 self._forget_slot(slot)
                 continue
@@ -113,6 +122,8 @@ class StatePool:
         """Returns the slot of a snapshot, which a sequence will read once (``release``)."""
         slot = self._keys[key]
         self._keys.move_to_end(key)
+        self._passed.pop(key, None)
+        self._shared.add(key)
         self._readers[slot] = self._readers.get(slot, 0) + 1
         self.hits += 1
         return slot
@@ -130,19 +141,41 @@ class StatePool:
 
     def forget(self) -> None:
         """Drops all snapshots, as the prefix cache is emptied."""
+        self._passed.clear()
+        self._shared.clear()
         while self._keys:
             self._forget_slot(self._keys.popitem()[1])
         if self.host is not None:
             self.host.forget()
 
     def _evict(self) -> bool:
-        """Frees the least recently used snapshot that no sequence is about to read."""
+        """Frees the slot of a snapshot that no sequence is about to read."""
+        if self._thin(later=False):
+            return True
         key = next((key for key, slot in self._keys.items() if self._is_idle(slot)), None)
         if key is None:
             return False
         self._forget_slot(self._keys.pop(key))
+        self._shared.discard(key)
         self.evictions += 1
         return True
+
+    def _thin(self, later: bool) -> bool:
+        """Drops the oldest snapshot that a later one of its prompt follows and that no request has begun with.
+
+        ``later``: its slot may become free with a later step only, and its launch may be in flight.
+        """
+        held = {key: slot for slot, key in self._pending.items()} if later else {}
+        for key in self._passed:
+            slot = self._keys.get(key) or held.get(key, 0)
+            if slot and not self._readers.get(slot) and (later or self._is_idle(slot)):
+                self._keys.pop(key, None)
+                self._pending.pop(slot, None)
+                del self._passed[key]
+                self._forget_slot(slot)
+                self.evictions += 1
+                return True
+        return False
 
     def _is_idle(self, slot: int) -> bool:
         """Returns True if no launch of the step that is being built, or of a later one, reads a snapshot."""

@@ -160,13 +160,18 @@ class GatedDeltaNet:
         """Implements ``core.models.recurrent_layers.AdaptedMixer``."""
         yield from (("in_proj_qkv", self.qkv), ("", self.gates), ("out_proj", self.out))
 
+    @property
+    def weights(self) -> DeltaNetWeights:
+        """The weights besides the projections, as ``FusedDeltaOps.delta_net`` takes them."""
+        heads = self.config.key_heads // self.world
+        return DeltaNetWeights(self.conv, self.decay, self.shift, self.norm, self.eps, heads)
+
     def _mix(self, x: Tensor, rows: RecurrentRows, attn: Attn, adapters: AdapterRows | None) -> Tensor:
         n, r, ops = len(x), self.config, cast(RecurrentOps, self.ops)
         assert self.state.state is not None
         mixed, gates = self.qkv(x, adapters), self.gates(x, adapters)
         if hasattr(ops, "delta_net"):
-            weights = DeltaNetWeights(self.conv, self.decay, self.shift, self.norm, self.eps, r.key_heads // self.world)
-            made = cast(FusedDeltaOps, ops).delta_net(mixed, gates, weights, self.state, rows, attn)
+            made = cast(FusedDeltaOps, ops).delta_net(mixed, gates, self.weights, self.state, rows, attn)
             if made is not None:
                 return made
         mixed = ops.causal_conv(mixed, self.conv, None, self.state.conv, rows, attn, "silu")

@@ -2,7 +2,8 @@
 
 A prompt that is cut at multiples of CHUNK gives the same bits as the whole, so all chunks but the last end there where
 the token budget allows. A snapshot is taken every INTERVAL tokens of a prompt, at its end, and where another prompt
-branches off: always at such a multiple that also ends a KV block.
+branches off: always at such a multiple that also ends a KV block. Beams leave one at the end of each block of their
+answers, so that the beams that follow them compute at most a block anew.
 
 The state of a preempted sequence goes to host memory if blocks may (``--kv-offloading-size``). The sequence goes on
 from there if all its blocks are still cached, also the one in which the state ends. Torch-free.
@@ -111,6 +112,7 @@ class StateScheduler:
             self.pool.release(seq.source, read=False)
         self.pool.drop(seq.state)
         seq.state = seq.source = seq.branch_at = 0
+        seq.last_snapshot = b""
 
     # Chunks
 
@@ -139,7 +141,8 @@ class StateScheduler:
         last = seq.prompt // self.unit * self.unit
         next_one = (start // self.interval + 1) * self.interval
         marks = [next_one if next_one <= last else 0, seq.branch_at]
-        if last - max(start // self.interval * self.interval, seq.branch_at) >= TAIL:
+        least = self.unit if seq.siblings or seq.mates else TAIL
+        if last - max(start // self.interval * self.interval, seq.branch_at) >= least:
             marks.append(last)
         return min((mark for mark in marks if mark > start), default=0)
 
@@ -152,13 +155,19 @@ class StateScheduler:
         if seq.source not in (0, seq.state):
             self.pool.release(seq.source, read=True)
         seq.source = seq.state
-        if seq.computed == self._next_mark(seq, start):
+        if seq.computed == self._next_mark(seq, start) or self._ends_block(seq):
             key = seq.block_hashes.key(seq.tokens, seq.computed // self.limits.block_size - 1)
-            found = self.pool.exchange(seq.state, key)
+            found = self.pool.exchange(seq.state, key, seq.last_snapshot)
             if found is not None:
+                seq.last_snapshot = key if seq.computed != seq.branch_at else b""
                 seq.state, pending = found
                 builder.snapshots.append(pending)
         return slots
+
+    def _ends_block(self, seq: Sequence) -> bool:
+        """Returns True if the answer of a beam fills a block, whose end other beams may begin with."""
+        fills = seq.computed > seq.prompt and seq.computed % self.limits.block_size == 0
+        return bool(seq.mates) and fills and self.takes_snapshots and seq.reads_prefix
 
     def check(self, holders: list[Sequence]) -> None:
         """Asserts that the slots of all sequences with blocks, and of the pool, are accounted for."""

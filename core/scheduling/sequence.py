@@ -183,6 +183,7 @@ class Sequence:
     forces: int = 0  # most ids that its masks may force after a sampled one
     state: int = 0  # slot that its next launch writes its recurrent state to; 0: it holds none
     source: int = 0  # slot that its next launch reads it from: ``state``, a snapshot that it has claimed, or 0 (zeros)
+    last_snapshot: bytes = b""  # key of the last one that it left, unless other prompts branch there
     branch_at: int = 0  # tokens of its prompt after which a snapshot is taken, because other prompts branch there
     kept: KeptState = NOTHING_KEPT
 

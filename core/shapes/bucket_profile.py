@@ -21,7 +21,8 @@ from trencadis.core.operator_files import read_regular
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import COARSE
 from trencadis.core.shapes.launch_costs import work_of
-from trencadis.core.shapes.plan_from_recorded_needs import HEADS, LearnedPlan, TooFewGraphs, learn_plan, thin_heads
+from trencadis.core.shapes.plan_from_recorded_needs import LearnedPlan, TooFewGraphs, learn_plan
+from trencadis.core.shapes.sample_and_reset_sizes import HEADS, thin_heads
 from trencadis.core.shapes.shape_need_histogram import MAX_CELLS, NeedHistogram
 
 FORMAT = "trencadis bucket profile"
@@ -151,7 +152,7 @@ def learn_from_profile(
         found = learn_plan(plan, needs, max_graphs, list_set_stages(plan, options), work)
     except TooFewGraphs as error:
         raise StartupError(f"--max-graphs {max_graphs}: these limits need at least {error.least}.") from None
-    return dataclasses.replace(found, plan=thin_heads(found.plan))
+    return dataclasses.replace(found, plan=thin_heads(found.plan, needs))
 
 
 def plan_by_profile(path: str, plan: Plan, options: BucketOptions, max_graphs: int, model: ModelConfig) -> Plan:

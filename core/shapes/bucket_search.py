@@ -22,9 +22,7 @@ ENUMERATED = 4000
 """Choices that are tried one by one if no more remain after candidates have been excluded by the bound."""
 
 BOUND_ROUNDS = 100
-SWAP_ROUNDS = 200
-DROPS = 12
-"""Candidates, those whose loss costs least, for which a swap is tried."""
+SWAP_ROUNDS = 500
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,16 @@ class SearchResult:
     bound: float
 
 
-def search_choice(tables: Sequence[CostTable], count: int, pools: Sequence[PoolLimit] = ()) -> SearchResult:
+def search_choice(
+    tables: Sequence[CostTable], count: int, pools: Sequence[PoolLimit] = (), rounds: int = BOUND_ROUNDS
+) -> SearchResult:
     """Chooses at most ``count`` candidates of all groups together, the forced ones included, with the least cost.
 
     Where they take more bytes than a pool has, those go whose loss costs least for their bytes; the bound is that of a
     choice without such limits.
+
+    Args:
+        rounds: most rounds in which the bound is raised.
 
     Raises:
         ValueError: more than ``count`` candidates are forced.
@@ -84,7 +87,7 @@ def search_choice(tables: Sequence[CostTable], count: int, pools: Sequence[PoolL
     best = _Selection(tables)
     best.fill(count)
     best.swap()
-    bound, price, better = _raise_bound(tables, best, count)
+    bound, price, better = _raise_bound(tables, best, count, rounds)
     if better.cost() < best.cost():
         better.swap()
         best = better if better.cost() < best.cost() else best
@@ -131,6 +134,16 @@ class _Loss(NamedTuple):
     candidate: int
 
 
+class _Change(NamedTuple):
+    """By how much the cost grows if one candidate leaves and another enters; -1: none does."""
+
+    cost: float
+    left: int = 0
+    removed: int = -1
+    group: int = 0
+    added: int = -1
+
+
 class _Bound(NamedTuple):
     """The best lower bound found, the prices of needs that give it, and the best choice met on the way."""
 
@@ -157,8 +170,17 @@ class _Selection:
         return sum(map(len, self.chosen))
 
     def _update(self, g: int) -> None:
-        self.least[g] = _least(self.tables[g], sorted(self.chosen[g]))
-        self.gains[g] = _gains(self.tables[g], self.least[g])
+        """Renews the costs of a group's needs, and the gains by the needs whose cost has changed."""
+        table, before = self.tables[g], self.least[g]
+        after = self.least[g] = _least(table, sorted(self.chosen[g]))
+        changed = np.flatnonzero(before != after)
+        old, new = before[changed], after[changed]
+        if 3 * len(changed) > len(after) or not np.isfinite(old).all() or not np.isfinite(new).all():
+            self.gains[g] = _gains(table, after)
+        elif len(changed):
+            part = table.costs[changed]
+            more = np.maximum(new[:, None] - part, 0.0) - np.maximum(old[:, None] - part, 0.0)
+            self.gains[g] = self.gains[g] + more.sum(axis=0)
 
     def add_best(self) -> bool:
         """Adds the candidate that saves most; False if none saves anything."""
@@ -191,10 +213,60 @@ class _Selection:
         return sorted(found)
 
     def swap(self) -> None:
-        """Replaces candidates one at a time, or drops them, as long as that lowers the cost."""
+        """Replaces one candidate by another, or drops one, as long as that lowers the cost; the best change first."""
+        pairs: list[_Change | None] = [None] * len(self.tables)
         for _ in range(SWAP_ROUNDS):
-            if not any(self._try_swap(g, j) for _, g, j in self.losses()[:DROPS]):
+            found = [self._best_pair(g) if pair is None else pair for g, pair in enumerate(pairs)]
+            change = min([*found, *self._changes_across()])
+            if change.cost > -1e-9 * max(abs(self.cost()), 1.0):
                 return
+            pairs = list(found)
+            for g, out, entering in ((change.left, change.removed, -1), (change.group, -1, change.added)):
+                if out >= 0:
+                    self.chosen[g].remove(out)
+                if entering >= 0:
+                    self.chosen[g].add(entering)
+                if out >= 0 or entering >= 0:
+                    self._update(g)
+                    pairs[g] = None
+
+    def _best_pair(self, g: int) -> _Change:
+        """Returns the best exchange of two candidates of one group.
+
+        A need whose candidate leaves takes the new one or its second best; all others take the new one if it is
+        cheaper.
+        """
+        table, order = self.tables[g], sorted(self.chosen[g])
+        free = [k for k, j in enumerate(order) if not table.forced[j]]
+        if not free or not len(table.costs):
+            return _Change(0.0)
+        part = table.costs[:, order]
+        own = part.argmin(axis=1)
+        first, second = np.partition(part, 1, axis=1)[:, :2].T if len(order) > 1 else (part[:, 0], part[:, 0])
+        by_own = np.argsort(own, kind="stable")
+        starts = np.searchsorted(own[by_own], np.arange(len(order)))
+        bounds = first[by_own, None], second[by_own, None]
+        lost = np.clip(table.costs[by_own], *bounds) - bounds[0]
+        used = np.flatnonzero(np.bincount(own, minlength=len(order)))
+        sums = np.zeros((len(order), table.costs.shape[1]))
+        sums[used] = np.add.reduceat(lost, starts[used], axis=0)
+        deltas = sums[free] - self.gains[g][None, :] - table.fees[order][free][:, None]
+        deltas[:, order] = np.inf
+        row, entering = np.unravel_index(int(deltas.argmin()), deltas.shape)
+        return _Change(float(deltas[row, entering]), g, order[free[int(row)]], g, int(entering))
+
+    def _changes_across(self) -> list[_Change]:
+        """Returns the best exchange between different groups, and the best drop of a candidate."""
+        losses = self.losses()
+        tops = sorted((-float(gains.max()), g) for g, gains in enumerate(self.gains) if len(gains))
+        found = [_Change(loss.cost, loss.group, loss.candidate) for loss in losses[:1]]
+        for g in range(len(self.tables)):
+            loss = next((one for one in losses if one.group == g), None)
+            other = next(((-gain, h) for gain, h in tops if h != g), None)
+            if loss is not None and other is not None:
+                gain, h = other
+                found.append(_Change(loss.cost - gain, g, loss.candidate, h, int(self.gains[h].argmax())))
+        return found
 
     def shrink(self, pool: PoolLimit) -> bool:
         """Drops candidates until the others fit a pool; True if any was dropped."""
@@ -210,19 +282,8 @@ class _Selection:
             dropped = True
         return dropped
 
-    def _try_swap(self, g: int, j: int) -> bool:
-        before, sets = self.cost(), [set(c) for c in self.chosen]
-        least, gains = list(self.least), list(self.gains)
-        self.chosen[g].remove(j)
-        self._update(g)
-        self.add_best()
-        if self.cost() < before - 1e-9 * max(abs(before), 1.0):
-            return True
-        self.chosen, self.least, self.gains = sets, least, gains
-        return False
 
-
-def _raise_bound(tables: Sequence[CostTable], best: _Selection, count: int) -> _Bound:
+def _raise_bound(tables: Sequence[CostTable], best: _Selection, count: int, rounds: int) -> _Bound:
     """Returns the best lower bound found.
 
     If every need may cost at most its price, the choice of candidates that undercut the prices most is independent of
@@ -231,7 +292,7 @@ def _raise_bound(tables: Sequence[CostTable], best: _Selection, count: int) -> _
     prices = [np.array(costs) for costs in best.least]
     kept, top, met, step = [p.copy() for p in prices], -math.inf, best, 1.0
     upper, stale = best.cost(), 0
-    for _ in range(BOUND_ROUNDS):
+    for _ in range(rounds):
         gains = [_gains(t, p) for t, p in zip(tables, prices, strict=True)]
         chosen = _most_gain(tables, gains, count)
         bound = float(sum(p.sum() for p in prices)) - sum(float(g[c].sum()) for g, c in zip(gains, chosen, strict=True))

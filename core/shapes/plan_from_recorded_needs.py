@@ -27,13 +27,6 @@ KEPT_STAGES = tuple(stage for stage in Stage if stage not in RECORDED_STAGES)
 WORK_WEIGHT = 1.5
 """Weight of the padded work beside the expected time in what the search minimises."""
 
-HEADS = (Stage.SAMPLE, Stage.RESET)
-HEAD_TOLERANCE = 0.02
-"""Share of the cheapest decoding launch that padding may add to a launch of SAMPLE or RESET, to save a size."""
-
-RESET_PADDING = 4
-"""Most rows of a RESET launch over those of the size that it replaces: each row has the bytes of a vocabulary."""
-
 MAX_CANDIDATES = 800
 """Most candidates of one stage and variant; above it the grid of sizes is made coarser."""
 
@@ -121,7 +114,7 @@ def learn_plan(
         TooFewGraphs: ``max_graphs`` is below the buckets that every plan needs.
     """
     fixed = {*KEPT_STAGES, *unchanged}
-    keys = _learned_keys(plan, fixed)
+    keys = list_learned_keys(plan, fixed)
     parts = [(1.0, time or plan.policy.cost)] + ([(WORK_WEIGHT, work)] if work is not None else [])
     shares = [(weight / (_static_cost(plan, keys, needs, cost) or 1.0), cost) for weight, cost in parts]
 
@@ -145,23 +138,6 @@ def learn_plan(
     return LearnedPlan(learned, len(chosen), choice.cost, choice.bound, static)
 
 
-def thin_heads(plan: Plan) -> Plan:
-    """Returns ``plan`` with fewer sizes of SAMPLE and RESET, where padding costs next to nothing.
-
-    Each size costs a compilation and a graph. The largest one stays, so that every need is held.
-    """
-    cost, kept = plan.policy.cost, [b for b in plan.buckets if b.stage not in HEADS]
-    most = HEAD_TOLERANCE * min((cost(b) for b in plan.of(Stage.DECODE)), default=0.0)
-    for stage, variant in sorted({(b.stage, b.variant) for b in plan.buckets if b.stage in HEADS}):
-        left = [b for b in plan.of(stage) if b.variant == variant]
-        while left:
-            own, widest = left[0], RESET_PADDING * left[0].dims[0] if stage is Stage.RESET else math.inf
-            near = [b for b in left if cost(b) - cost(own) <= most and b.dims[0] <= widest]
-            kept.append(near[-1])
-            left = left[len(near) :]
-    return dataclasses.replace(plan, buckets=tuple(sorted(kept)))
-
-
 def _list_pools(groups: Sequence[_Group], memory: GraphMemoryLimits) -> list[PoolLimit]:
     """Returns the limits of the pools for the candidates of the groups."""
     return [
@@ -179,11 +155,12 @@ def _list_pools(groups: Sequence[_Group], memory: GraphMemoryLimits) -> list[Poo
 
 def expected_cost(plan: Plan, needs: NeedHistogram, time: Callable[[Bucket], float] | None = None) -> float:
     """Returns the time of the needs in the buckets of ``plan``, by default the policy's cost."""
-    keys = _learned_keys(plan, set(KEPT_STAGES))
+    keys = list_learned_keys(plan, set(KEPT_STAGES))
     return _static_cost(plan, [key for key in keys if key in needs.cells], needs, time or plan.policy.cost)
 
 
-def _learned_keys(plan: Plan, fixed: set[Stage]) -> list[Key]:
+def list_learned_keys(plan: Plan, fixed: set[Stage]) -> list[Key]:
+    """Returns the stages and variants of a plan without those stages that keep their buckets."""
     return sorted({(b.stage, b.variant) for b in plan.buckets if b.stage not in fixed})
 
 
@@ -264,28 +241,16 @@ class _Group:
     def candidates(self) -> list[Bucket]:
         """Returns the covers and the sizes of needs, on a grid that is made coarser until they are few."""
         units = self.plan.policy.alignment[self.stage]
-        for points in (16, 8, 6, 4, 3, 2):
+        for points in (64, 32, 16, 8, 6, 4, 3, 2):
             axes = [
                 sorted({_round_up(int(n), unit, points) for n in set(column.tolist())})
                 for column, unit in zip(self.needs.T, units, strict=True)
             ]
-            dims = self._tight(axes, self.needs) if len(self.needs) else []
+            dims = list_tight_sizes(axes, self.needs) if len(self.needs) else []
             if len(dims) <= MAX_CANDIDATES:
                 break
         made = {Bucket(self.stage, d, self.variant) for d in dims if any(_holds(b.dims, d) for b in self.largest)}
         return sorted({*made, *self.covers})
-
-    def _tight(self, axes: Sequence[Sequence[int]], needs: NDArray[np.int64]) -> list[tuple[int, ...]]:
-        """Returns the cells of the grid whose needs touch each of their upper edges; others hold no more needs."""
-        if len(axes) == 1:
-            return [(n,) for n in axes[0]]
-        first = np.searchsorted(axes[0], needs[:, 0])
-        second = np.searchsorted(axes[1], needs[:, 1])
-        used = np.zeros((len(axes[0]), len(axes[1])), bool)
-        used[first, second] = True
-        rows = np.maximum.accumulate(used, axis=1)  # a need of this first size, of at most this second one
-        columns = np.maximum.accumulate(used, axis=0)
-        return [(axes[0][i], axes[1][j]) for i, j in zip(*np.nonzero(rows & columns), strict=True)]
 
     def table(self, charge: float = 0.0, present: Collection[Bucket] = ()) -> CostTable:
         """Returns the costs of the needs in the candidates; those that are not ``present`` cost ``charge``."""
@@ -303,18 +268,48 @@ class _Group:
 
     def _costs(self, dims: NDArray[np.int64], prices: Sequence[float]) -> NDArray[np.float64]:
         """Returns [needs, candidates]: the weighted cost of a need in a candidate, infinite where it does not fit."""
-        price = np.array(prices)
-        if not len(self.needs):
-            return np.zeros((0, len(dims)))
-        fits = (self.needs[:, None, :] <= dims[None, :, :]).all(axis=2)
-        found = np.where(fits, price[None, :], np.inf)
-        if self.stage is Stage.FRESH and len(dims[0]) == 2:
-            launches = -(-self.needs[:, :1] // dims[None, :, 0])  # prompts of one launch may also run in several
-            found = np.minimum(
-                found, np.where(self.needs[:, 1:] <= dims[None, :, 1], launches * price[None, :], np.inf)
-            )
-        weighted: NDArray[np.float64] = found * self.weights[:, None]
+        weighted: NDArray[np.float64] = compute_costs(self.stage, self.needs, dims, prices) * self.weights[:, None]
         return weighted
+
+
+def list_tight_sizes(axes: Sequence[Sequence[int]], needs: NDArray[np.int64]) -> list[tuple[int, ...]]:
+    """Returns the cells of a grid whose needs touch each of their upper edges; others hold no more needs.
+
+    Args:
+        axes: ascending sizes of each axis.
+        needs: [needs, axes], each at most the largest size of its axis.
+    """
+    if len(axes) == 1:
+        return [(n,) for n in axes[0]]
+    first = np.searchsorted(axes[0], needs[:, 0])
+    second = np.searchsorted(axes[1], needs[:, 1])
+    used = np.zeros((len(axes[0]), len(axes[1])), bool)
+    used[first, second] = True
+    rows = np.maximum.accumulate(used, axis=1)  # a need of this first size, of at most this second one
+    columns = np.maximum.accumulate(used, axis=0)
+    return [(axes[0][i], axes[1][j]) for i, j in zip(*np.nonzero(rows & columns), strict=True)]
+
+
+def compute_costs(
+    stage: Stage, needs: NDArray[np.int64], dims: NDArray[np.int64], prices: Sequence[float]
+) -> NDArray[np.float64]:
+    """Returns [needs, buckets]: the cost of a need in a bucket, infinite where it does not fit.
+
+    Args:
+        needs: [needs, axes].
+        dims: [buckets, axes].
+        prices: cost of a launch of each bucket.
+    """
+    price = np.array(prices)
+    if not len(needs):
+        return np.zeros((0, len(dims)))
+    fits = (needs[:, None, :] <= dims[None, :, :]).all(axis=2)
+    found: NDArray[np.float64] = np.where(fits, price[None, :], np.inf)
+    if stage is Stage.FRESH and len(dims[0]) == 2:
+        launches = -(-needs[:, :1] // dims[None, :, 0])  # prompts of one launch may also run in several
+        several = np.where(needs[:, 1:] <= dims[None, :, 1], launches * price[None, :], np.inf)
+        found = np.minimum(found, several)
+    return found
 
 
 def _shares_near(size: int, unit: int, most: int) -> dict[int, float]:

@@ -25,10 +25,24 @@ Key = tuple[Stage, str]
 """Stage and variant of a need."""
 
 
-def round_to_grid(size: int) -> int:
-    """Returns ``size`` rounded up to 1/16 of its octave; sizes up to 32 are exact."""
-    step = max((1 << (size.bit_length() - 1)) // 16, 1)
+GRID_POINTS = 16
+FINE_POINTS = 64
+FINE_AXES = frozenset({(Stage.FRESH, 1), (Stage.VISION, 0)})
+"""Stages and axes with ``FINE_POINTS`` sizes an octave: images of the same resolution need the same size each time."""
+
+
+def round_to_grid(size: int, points: int = GRID_POINTS) -> int:
+    """Returns ``size`` rounded up to 1/``points`` of its octave; sizes up to twice as many are exact."""
+    step = max((1 << (size.bit_length() - 1)) // points, 1)
     return -(-size // step) * step
+
+
+def round_need(stage: Stage, dims: Sequence[int]) -> tuple[int, ...]:
+    """Returns the size of the cell that counts a need."""
+    return tuple(
+        round_to_grid(max(d, 1), FINE_POINTS if (stage, axis) in FINE_AXES else GRID_POINTS)
+        for axis, d in enumerate(dims)
+    )
 
 
 class NeedCell(NamedTuple):
@@ -68,7 +82,7 @@ class NeedHistogram:
     def add(self, stage: Stage, dims: Sequence[int], weight: float = 1.0, variant: str = "") -> None:
         """Counts one need."""
         cells = self.cells.setdefault((stage, variant), {})
-        at = tuple(round_to_grid(max(d, 1)) for d in dims)
+        at = round_need(stage, dims)
         cells[at] = cells.get(at, 0.0) + weight * self._unit
         if len(cells) > self.most // 8 and self.count > self.most:
             self._merge_lightest()

@@ -22,7 +22,7 @@ from trencadis.core.shapes.shape_need_histogram import (
     NeedCell,
     NeedHistogram,
     list_needs,
-    round_to_grid,
+    round_need,
 )
 
 PERIODS = 6
@@ -109,8 +109,7 @@ class NeedRecorder:
 
     def _add(self, needs: Iterable[Bucket], variant: str, image_variant: str) -> None:
         keys = [
-            (n.stage, tuple(map(round_to_grid, n.dims)), image_variant if n.stage is Stage.VISION else variant)
-            for n in needs
+            (n.stage, round_need(n.stage, n.dims), image_variant if n.stage is Stage.VISION else variant) for n in needs
         ]
         if not keys:
             return

@@ -29,7 +29,9 @@ STYLE = (
 NOTE = (
     "Padded work: linear operations and attended pairs of all launches over those of the real tokens. Time: the "
     "modelled seconds of the launches over those of this plan. Learned plans are chosen by this trace, so that other "
-    "traffic costs them more; the bound is what any choice of as many graphs costs at least."
+    "traffic costs them more. No sizes of as many graphs compute these launches with less padded work than `at least`; "
+    "plans that cut prompts into more launches may. The bound is what any choice of as many of the sizes that were "
+    "searched costs at least, time and padding together, over this plan."
 )
 
 
@@ -54,7 +56,7 @@ def write_page(path: str, trace: JsonMapping, needs: NeedHistogram, plans: Mappi
 def make_page(trace: JsonMapping, drawing: str) -> str:
     """Returns the HTML of the page."""
     rows = "".join(map(_make_row, list_plan_figures(trace)))
-    heads = ("plan", "graphs", "padded work", "time", "bound", "launches", "graph memory", "warm-up")
+    heads = ("plan", "graphs", "padded work", "at least", "time", "bound", "launches", "graph memory", "warm-up")
     head = "".join(f"<th>{name}</th>" for name in heads)
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>Shapes of a trace</title>'
@@ -71,9 +73,10 @@ def list_plan_figures(trace: JsonMapping) -> list[JsonObject]:
 
 
 def _make_row(plan: JsonMapping) -> str:
-    bound, held = plan.get("bound"), plan.get("graph_bytes")
+    bound, held, least = plan.get("bound"), plan.get("graph_bytes"), plan.get("least_padding")
     cells = (
-        escape(str(plan["name"])), plan["graphs"], f"{plan['padded']:.3f}", f"{plan['time']:.3f}",
+        escape(str(plan["name"])), plan["graphs"], f"{plan['padded']:.3f}",
+        "" if least is None else f"{least:.3f}", f"{plan['time']:.3f}",
         "" if bound is None else f"{bound:.3f}", plan["launches"], "" if held is None else f"{held / 2**30:.1f} GiB",
         f"{plan['warmup_seconds'] / 60:.1f} min",
     )  # fmt: skip

@@ -211,7 +211,9 @@ def _format_images(images: Sequence[JsonObject]) -> str:
 def _format_trace(trace: JsonObject) -> str:
     names = ("tokens", "blocks", "slots")
     shares = (f"{n} padded/real" for n in names)
-    rows: list[tuple[object, ...]] = [("plan", "graphs", *shares, "cost", "time", "launches", "warm-up", "unplanned")]
+    rows: list[tuple[object, ...]] = [
+        ("plan", "graphs", *shares, "cost", "least", "time", "launches", "warm-up", "unplanned")
+    ]
     for name, found in trace["plans"].items():
         shares = (f"{found[n] / trace['real'][n]:.3f}" if trace["real"][n] else "-" for n in names)
         rows.append(
@@ -220,6 +222,7 @@ def _format_trace(trace: JsonObject) -> str:
                 found["graphs"],
                 *shares,
                 f"{found['cost'] / trace['real']['cost']:.4f}",
+                f"{found['least_padding']:.4f}" if "least_padding" in found else "",
                 f"{found['time']:.3f}",
                 found["launches"],
                 f"{found['warmup_seconds'] / 60:.1f} min",
@@ -232,7 +235,8 @@ def _format_trace(trace: JsonObject) -> str:
     )
     return (
         f"{head}; cost is padded linear operations + attended pairs, over those of the real work; time is that of\n"
-        "all launches by the device's formula, over this plan's; learned plans are chosen by this trace\n"
+        "all launches by the device's formula, over this plan's; learned plans are chosen by this trace; no sizes of\n"
+        "as many graphs reach less than `least`, unless prompts are cut into more launches\n"
         f"{format_table(rows)}"
     )
 

@@ -27,9 +27,13 @@ from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.json_types import Json, JsonMapping, JsonObject
 from trencadis.core.memory.graph_selection import set_cost
 from trencadis.core.scheduling.encoder_scheduler import ImagePacker
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.launch_costs import Costs, work_of
+from trencadis.core.shapes.padding_lower_bound import bound_cost, count_launches
 from trencadis.core.shapes.plan_from_recorded_needs import TooFewGraphs, learn_plan
 from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
+from trencadis.core.shapes.sample_and_reset_sizes import thin_heads
 from trencadis.core.shapes.shape_limits import ShapeLimits, cells
 from trencadis.core.shapes.shape_need_histogram import NeedHistogram, count_step, list_needs
 from trencadis.multimodal.processor_interface import ImageGeometry
@@ -400,7 +404,9 @@ def compare_plans(
     plans = plans or list_compared_plans(needs, planned, model)
     rows: JsonObject = {}
     own = 0.0
-    for name, (candidate, count, bound) in plans.items():
+    real = sum_real_work(needs, costs)
+    real.blocks = 0 if plan.policy.mixed else real.blocks
+    for name, (candidate, count, bound, least) in plans.items():
         work = sum_planned_work(needs, candidate, costs)
         time = sum(
             map(plan.policy.cost, (*list_text_launches(needs, candidate), *list_vision_launches(needs, candidate)))
@@ -414,18 +420,24 @@ def compare_plans(
             "warmup_seconds": round(seconds * count / len(candidate.buckets), 1),
             "graph_bytes": _sum_graph_bytes(planned, candidate),
             **({} if bound is None else {"bound": round(bound, 4)}),
+            **({} if least is None else {"least_padding": round(max(least / max(real.cost, 1e-9), 1.0), 4)}),
         }
-    real = sum_real_work(needs, costs)
-    real.blocks = 0 if plan.policy.mixed else real.blocks
     return {"steps": len(needs), "real": dataclasses.asdict(real), "plans": rows}
 
 
 class ComparedPlan(NamedTuple):
-    """A plan, its number of graphs, and what any of as many graphs costs at least, over this plan; None: unknown."""
+    """A plan to compare.
+
+    Args:
+        bound: expected time and padding of any plan of as many graphs at least, over those of this plan; None: unknown.
+        least: the least padded work with which any plan of as many graphs can compute the trace's launches, in units
+            of one token's linear operations; a plan that cuts prompts into more launches may need less.
+    """
 
     plan: Plan
     graphs: int
     bound: float | None = None
+    least: float | None = None
 
 
 def _sum_graph_bytes(planned: StartupPlan, plan: Plan) -> int:
@@ -437,17 +449,22 @@ def _sum_graph_bytes(planned: StartupPlan, plan: Plan) -> int:
 def list_compared_plans(
     needs: Sequence[StepNeeds], planned: StartupPlan, model: ModelConfig
 ) -> dict[str, ComparedPlan]:
-    """Returns the plans to compare: this one, learned ones, and on rectangular devices two plans of others."""
+    """Returns the plans to compare: this one, learned ones, and on rectangular devices three made by other rules."""
     plan, limits = planned.plan, planned.limits
     plans = {"this plan": ComparedPlan(plan, len(plan.buckets))}
     learned = record_needs(needs, plan)
+    work = work_of(model, limits.block_size)
+    launches = count_launches(need for step in needs for need in list_needs(step.rows, step.images, plan))
     for count in LEARNED if learned.cells else ():
         with contextlib.suppress(TooFewGraphs):
-            found = learn_plan(plan, learned, count, work=work_of(model, limits.block_size))
+            found = learn_plan(plan, learned, count, work=work)
             bound = found.bound / found.static if found.static else None
-            plans[f"learned, {count} graphs"] = ComparedPlan(found.plan, len(found.plan.buckets), bound)
+            thin, least = thin_heads(found.plan, learned), bound_cost(plan, launches, count, work)
+            plans[f"learned, {count} graphs"] = ComparedPlan(thin, len(thin.buckets), bound, least)
     if plan.policy.mixed:
         return plans
+    linear = make_plan(plan.policy, limits, BucketOptions(strategy="lin"), model)
+    plans["linear"] = ComparedPlan(linear, len(linear.buckets))
     two = make_powers_plan(plan, limits)
     plans["powers of two"] = ComparedPlan(two, len(two.buckets))
     blocks = max(planned.ledger.memory_split.blocks, limits.row_blocks)

@@ -148,21 +148,30 @@ def test_the_demo_scores_as_in_transformers(capsys: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mistake", ["rotary", "resolution", "norm"])
+@pytest.mark.parametrize("mistake", ["rotary", "off by one", "resolution", "norm"])
 def test_planted_errors_lie_below_transformers(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, mistake: str
 ) -> None:
-    """Rows and columns of positions exchanged, half the resolution, a norm of zeros: in this engine alone."""
+    """Rows and columns of positions exchanged, each frequency in the place of the next, half the resolution, a norm of
+    zeros: in this engine alone.
+    """
     words = ("--sizes", "168,224", "--device", "cpu", "--items", "120", "--kinds", KINDS, "--dtype", "float32")
     file = tmp_path / "run.json"
     assert run(capsys, *words, "--reference", "none", "--save", str(file))[0] == 0
+    was = TextRotary.__call__
     if mistake == "rotary":
-        was = TextRotary.__call__
 
         def exchanged(self: TextRotary, ops: Any, positions: Any) -> Any:
             return was(self, ops, positions[[0, 2, 1]])
 
         monkeypatch.setattr(TextRotary, "__call__", exchanged)
+    if mistake == "off by one":
+
+        def rolled(self: TextRotary, ops: Any, positions: Any) -> Any:
+            made = was(self, ops, positions)
+            return made._replace(cos=made.cos.roll(1, -1), sin=made.sin.roll(1, -1))
+
+        monkeypatch.setattr(TextRotary, "__call__", rolled)
     model = ""
     if mistake == "resolution":
         model = str(demo_with(tmp_path / "demo", lambda held: None))

@@ -75,7 +75,7 @@ def test_needs_are_counted_before_they_are_padded(plan: Plan) -> None:
     recorder.count([], [128], "", LORA)
     cells = {(c.key[0].name, c.key[1], c.dims): c.weight for c in recorder.snapshot().cells}
     wanted = {
-        ("FRESH", "", (1, 80)), ("CONTEXT", "", (34, 4)), ("DECODE", "", (5, 15)), ("VISION", "", (576,)),
+        ("FRESH", "", (1, 77)), ("CONTEXT", "", (34, 4)), ("DECODE", "", (5, 15)), ("VISION", "", (576,)),
         ("DECODE", LORA, (2, 8)), ("VISION", LORA, (128,)),
     }  # fmt: skip
     assert cells == {cell: pytest.approx(1.0) for cell in wanted}

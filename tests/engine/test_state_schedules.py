@@ -15,7 +15,7 @@ from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
 from tests.traffic.requests import searched
 from trencadis.core.kv.block_pool import HostBlockPool
 from trencadis.core.kv.recurrent_state_pool import StatePool
-from trencadis.core.request import Request, SamplingParams
+from trencadis.core.request import BeamRule, Request, SamplingParams
 from trencadis.core.scheduling import recurrent_state_scheduler
 
 
@@ -99,6 +99,54 @@ def test_a_prompt_again_hits_at_its_end_and_a_chat_goes_on_from_there() -> None:
     assert ask(driver, 0, prompt) == 0
     assert ask(driver, 1, [*prompt, *driver.got["r0", 0], 7, 8, 9]) == 68
     driver.verify()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_long_prompt_thins_its_own_snapshots_before_it_drops_those_of_others(depth: int) -> None:
+    driver = make_driver(StatePool(20, 3), depth)
+    others = [[1 + (i * step) % 50 for i in range(33)] for step in (3, 7)]
+    for number, prompt in enumerate(others):
+        assert ask(driver, number, prompt) == 0
+    long = [1 + (i * i) % 47 for i in range(150)]
+    assert ask(driver, 2, long) == 0, "nine snapshots, of which the last one stays"
+    assert ask(driver, 3, [*long, 5]) == 148
+    assert [ask(driver, 4 + i, [*prompt, 9]) for i, prompt in enumerate(others)] == [32, 32]
+    driver.verify()
+
+
+def test_snapshots_that_requests_began_with_are_not_thinned() -> None:
+    driver = make_driver(StatePool(20, 2))
+    shared = [1 + (i * i) % 47 for i in range(17)]
+    assert ask(driver, 0, shared) == 0
+    assert ask(driver, 1, [*shared, *range(1, 20)]) == 16, "the end of this prompt takes the second place"
+    assert ask(driver, 2, [*shared, *range(20, 39)]) == 16
+    assert ask(driver, 3, [*shared, *range(40, 58)]) == 16
+    driver.verify()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_beams_go_on_from_the_last_block_that_they_share(depth: int) -> None:
+    """Each beam that another one leaves computes at most a block anew, and the end of the prompt once."""
+    width, prompt, limit = 3, 9, 30
+    engine, rank = shadow_engine(blocks=400, size=2, rows=8, depth=depth, length=200, states=StatePool(60, 50))
+    driver = ScheduleDriver(engine, random.Random(0), 200)
+    params = SamplingParams(n=width, temperature=0, max_tokens=limit, ignore_eos=True)
+    driver.add(Request("a", [*range(1, prompt + 1)], params, beams=BeamRule(1.0, False)))
+    driver.finish()
+    driver.verify()
+    assert rank.computed <= prompt + width * (prompt + 3 * limit)
+
+
+def test_choices_begin_where_a_short_prompt_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a prompt is kept for them even if a request of one answer would not keep it."""
+    monkeypatch.setattr(recurrent_state_scheduler, "TAIL", 100)
+    engine, rank = shadow_engine(blocks=200, size=2, rows=8, depth=1, length=200, states=StatePool(30, 20))
+    driver = ScheduleDriver(engine, random.Random(0), 200)
+    prompt = [1 + i % 50 for i in range(18 + 4)]
+    driver.add(Request("a", prompt, SamplingParams(temperature=1, seed=1, n=4, max_tokens=3, ignore_eos=True)))
+    driver.finish()
+    driver.verify()
+    assert rank.computed <= len(prompt) + 3 * 4 + 4 * 3
 
 
 def test_nothing_is_published_before_its_launch_has_completed() -> None:

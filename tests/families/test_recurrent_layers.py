@@ -49,6 +49,25 @@ def test_chunks_of_64_have_the_bits_of_the_whole_and_others_its_values(
         close(harness.prefill(ids, chunk), want)
 
 
+@pytest.mark.parametrize("device", ["cuda twin", pytest.param("emulated hpu", marks=pytest.mark.long)])
+def test_chunks_of_64_have_the_bits_of_the_whole_on_cards(
+    form: Any, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Log-probabilities of the prompt and of an answer that goes on from its state."""
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=3, ignore_eos=True)
+    flags, found = {**BASE, **CARDS[device], "max_num_seqs": 1, "enable_prefix_caching": False}, []
+    for chunk in (256, 64):
+        llm = LLM(str(form(FAMILY, NAMES[0])), **{**flags, "max_num_batched_tokens": chunk})
+        try:
+            (made,) = llm.generate([random_ids(200)], params, use_tqdm=False)
+            tokens: list[Any] = [*(made.prompt_logprobs or ())][1:] + [*(made.outputs[0].logprobs or ())]
+            found.append([{id: one.logprob for id, one in token.items()} for token in tokens])
+        finally:
+            llm.close()
+    assert found[0] == found[1] and len(found[0]) == 203
+
+
 @pytest.mark.parametrize(("family", "name"), [CASES[0], GRANITE], ids=lambda value: value.replace(" ", "-"))
 def test_a_slot_may_hold_anything_before_a_prompt_begins(form: Any, family: str, name: str) -> None:
     harness = HandDrivenModel(form(family, name), "padded")
@@ -94,6 +113,31 @@ def test_prefixes_are_shared_by_snapshots(form: Any, case: tuple[str, str], flag
         llm.close()
 
 
+def test_the_third_of_three_prompts_that_share_600_tokens_begins_after_512(form: Any) -> None:
+    shared = random_ids(600)
+    flags = {**BASE, "max_model_len": 1024, "hf_overrides": {"max_position_embeddings": 1024}}
+    llm = LLM(str(form(FAMILY, NAMES[0])), **flags)
+    try:
+        found = [answers(llm, [[*shared, *random_ids(300, 1 + i)]])[0][1] for i in range(3)]
+        assert found == [0, 512, 576]
+    finally:
+        llm.close()
+
+
+def test_salts_keep_snapshots_apart(form: Any) -> None:
+    llm = LLM(str(form(FAMILY, NAMES[0])), **BASE)
+    ids = random_ids(200)
+    try:
+        prompts = [{"prompt_token_ids": ids, "cache_salt": salt} for salt in ("a", "b", "a", "")]
+        made = [llm.generate([prompt], GREEDY, use_tqdm=False)[0] for prompt in prompts]
+        assert [one.num_cached_tokens for one in made] == [0, 0, 192, 0]
+        assert len({tuple(one.outputs[0].token_ids) for one in made}) == 1
+        assert llm.reset_prefix_cache()
+        assert answers(llm, [ids])[0][1] == 0
+    finally:
+        llm.close()
+
+
 def test_without_a_budget_for_snapshots_nothing_is_shared(form: Any) -> None:
     llm = LLM(str(form(FAMILY, NAMES[0])), **BASE, state_snapshot_memory=0)
     try:
@@ -118,6 +162,7 @@ def test_choices_and_beams_share_the_prompt(form: Any) -> None:
 
 @pytest.mark.parametrize(("flags", "line"), [
     ({"spec_tokens": 2, "spec_method": "ngram"}, "cannot be taken back"),
+    ({"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}, "mtp"),
     ({"batch_invariant": True}, "recurrent layers"),
     ({"tensor_parallel_size": 4}, "key heads of recurrent layers"),
     ({"pipeline_parallel_size": 2}, "no layer with keys and values"),

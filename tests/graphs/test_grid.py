@@ -95,6 +95,7 @@ class Grid:
         cfg = BackendConfig(
             dtype=torch.bfloat16, block_size=128, max_tokens=config.max_num_batched_tokens or 0,
             max_rows=config.max_num_seqs or 0, vocab_size=self.model.text.vocab, world=ranks,
+            recurrent=self.model.text.recurrent is not None,
         )  # fmt: skip
         back, slot = random.Random(seed).choice([0.0, 0.5, 1.0]), self.model.vision.slot if self.model.vision else None
         backend = RecordedBackend(cfg, device, make_bridge(device), records, back, slot)

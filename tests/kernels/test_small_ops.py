@@ -44,6 +44,14 @@ def test_rms_norm(dtype: torch.dtype, device: torch.device, n: int, width: int, 
     assert_within_last_places(normed, want)
 
 
+def test_queries_of_one_token_beside_their_gates_are_normed(device: torch.device) -> None:
+    """They are a view with gaps, which those of several tokens are not."""
+    x, weight = torch.randn(1, 6, 2, 16, device=device)[:, :, 0].reshape(-1, 16), torch.rand(16, device=device)
+    assert not x.is_contiguous()
+    found, want = (ops().rms_norm(x, weight, 1e-6)[0] for ops in (CudaOps, ReferenceOps))
+    assert (found - want).abs().max() <= 2e-6 * want.abs().max()
+
+
 @dtypes
 @given(n=st.integers(1, 9), width=st.sampled_from([8, 64, 80, 896, 1176, 3584]), add=st.booleans())
 @slow

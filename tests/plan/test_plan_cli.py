@@ -309,7 +309,7 @@ def test_a_trace_is_compared(model: Path, tmp_path: Path, capsys: pytest.Capture
     words = [model, "--device", "hpu", "--memory", "96GiB", "-tp", 8, *GUIDE, "--trace", path]
     plans = report(capsys, *words)["trace"]["plans"]
     assert list(plans) == [
-        "this plan", "learned, 40 graphs", "learned, 80 graphs", "powers of two", "reference exponential"
+        "this plan", "learned, 40 graphs", "learned, 80 graphs", "linear", "powers of two", "reference exponential",
     ]  # fmt: skip
     assert plans["learned, 40 graphs"]["graphs"] < plans["this plan"]["graphs"]
     assert "powers of two" in run(capsys, *words)

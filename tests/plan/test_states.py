@@ -25,6 +25,12 @@ LARGE: dict[str, Any] = {
     },
 }  # fmt: skip
 """What config.json of Qwen3.6-27B says of its decoder."""
+EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "hidden_size": 2048,
+    "num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2, "linear_num_value_heads": 32,
+    "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+"""Keys of Qwen3.6-35B-A3B that differ."""
 SLOT = 153_944_064
 """48 layers of 48 matrices of 128 x 128 in float32, and three columns of 10,240 channels in 16 bits."""
 
@@ -86,6 +92,24 @@ def test_sequences_and_snapshots_are_a_row(
     assert ledger(plan)["recurrent state"] == (sum(found) + 2) * SLOT
     assert sum(ledger(plan).values()) == int(words[3].removesuffix("GiB")) * GIB
     assert all(low <= one <= high for low, one, high in zip(least, found, most, strict=True)), found
+
+
+@pytest.mark.parametrize(("words", "least", "most"), [
+    (["--device", "cuda", "--memory", "80GiB"], (10, 1), (25, 3)),
+    pytest.param(["--device", "hpu", "--memory", "96GiB"], (150, 12), (250, 25), marks=pytest.mark.long),
+])  # fmt: skip
+def test_a_model_with_experts(
+    capsys: Any, large: Path, words: list[str], least: tuple[int, int], most: tuple[int, int]
+) -> None:
+    """Qwen3.6-35B-A3B: 30 recurrent layers of 32 matrices; 24 GiB are too few, since cards keep experts in 16 bits."""
+    (large / "config.json").write_text(json.dumps(LARGE | EXPERTS))
+    plan = planned(capsys, large, *words)
+    found = counts(plan)
+    assert ledger(plan)["recurrent state"] == (sum(found) + 2) * 30 * (2 * MIB + 48 * 1024)
+    assert sum(ledger(plan).values()) == int(words[3].removesuffix("GiB")) * GIB
+    assert all(low <= one <= high for low, one, high in zip(least, found, most, strict=True)), found
+    line = refused(capsys, large, "--device", "cuda", "--memory", "24GiB")
+    assert re.search(r"24\.00 GiB and \d+\.\d\d GiB are needed", line)
 
 
 def test_what_does_not_fit_is_refused_with_the_number_that_would(capsys: Any, large: Path) -> None:

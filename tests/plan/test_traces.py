@@ -40,10 +40,13 @@ def planned(model: ModelConfig = MODEL) -> StartupPlan:
 def check(name: str, seed: int, count: int, model: ModelConfig = MODEL) -> None:
     start = planned(model)
     found = compare_plans(replay_needs([read_request(r) for r in TRACES[name](seed, count)], start), start, model)
-    ours, *others = (plan for name, plan in found["plans"].items() if not name.startswith("learned"))
-    assert ours["unplanned"] == 0
+    plans = found["plans"]
+    ours, *others = (plan for name, plan in plans.items() if not name.startswith(("learned", "linear")))
+    assert ours["unplanned"] == 0 and plans["linear"]["graphs"] > 4 * ours["graphs"]
+    for learned in (plan for name, plan in plans.items() if name.startswith("learned")):
+        assert 1.0 <= learned["least_padding"] <= learned["cost"] / found["real"]["cost"]
     for other in others:
-        assert ours["graphs"] <= other["graphs"] and ours["cost"] < other["cost"], (name, seed, found["plans"])
+        assert ours["graphs"] <= other["graphs"] and ours["cost"] < other["cost"], (name, seed, plans)
 
 
 @pytest.mark.parametrize("seed", [101, pytest.param(102, marks=pytest.mark.long)])

@@ -13,6 +13,8 @@ from trencadis.core.media_spans import MediaSpan
 from trencadis.core.request import BeamRule, Delta, Request, SamplingParams
 from trencadis.multimodal.qwen2_vl.qwen2_and_qwen2_5_vision_config import PATCH_VALUES
 
+Pixels = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
+
 
 def image_span(offset: int, rng: random.Random, most: int) -> MediaSpan:
     """One of thirty images with sides of 4 to ``most`` patches."""
@@ -129,12 +131,16 @@ class Traffic:
                     self.ended[delta.id] = delta.finish
                     live.discard(delta.id)
             for request_id, index in self.engine.needs():
-                self.engine.add_media(request_id, index, pixels(spans[request_id][index]))
+                self.engine.add_media(request_id, index, self.draw(spans[request_id][index]))
 
     def request(self, rng: random.Random) -> Request:
         """Request number ``sent``."""
         made = random_request(rng, self.sent, self.length, self.vocab, self.most)
         return replace(made, params=constrained(made.params, rng, self.vocab)) if self.wild else made
+
+    def draw(self, span: MediaSpan) -> Pixels:
+        """The patches of an image."""
+        return pixels(span)
 
     def extra(self, request: Request, rng: random.Random) -> Request:
         """The request with beams, or with chosen ids."""
@@ -157,8 +163,8 @@ class Traffic:
                 self.engine.abort(*key)
 
 
-def pixels(span: MediaSpan) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    """An image's patches, made from its digest."""
+def pixels(span: MediaSpan, values: int = PATCH_VALUES) -> Pixels:
+    """An image's patches of so many values, made from its digest."""
     _, h, w = span.grid
-    made = np.random.default_rng(int(span.digest, 16)).integers(0, 256, (h * w, PATCH_VALUES), np.uint8)
+    made = np.random.default_rng(int(span.digest, 16)).integers(0, 256, (h * w, values), np.uint8)
     return made

@@ -123,6 +123,8 @@ class KernelRecorder:
         if name == "decoding_kernel":
             codes = args["out"].numel()
         each = DECODING.get(args.get("KIND", -1), 0.0)
+        if name in _STATE_PRODUCTS:
+            codes, each = _STATE_PRODUCTS[name](args), 1.0
         self.kernels.append(RecordedKernel(name, kind, found, flops, codes, each, programs if flops else 0))
 
     def record_call(self, name: str, args: object, out: object) -> None:
@@ -221,6 +223,36 @@ def _rotary_bytes(args: KernelArguments, context: Sequence[int]) -> int:
     return 2 * sum(int(args[name].nbytes) for name in ("q", "k", "v") if isinstance(args.get(name), Tensor))
 
 
+def _state_bytes(args: KernelArguments, context: Sequence[int]) -> int:
+    """Returns the bytes of the state of each row, read and written, and of all other tensors."""
+    state = args["state"]
+    return int(2 * len(context) * state[0].nbytes) + _all_bytes({**args, "state": None}, context)
+
+
+def _step_products(args: KernelArguments) -> int:
+    """Returns the multiplications of single tokens: state and key, state and query, and the change."""
+    return int(3 * args["out"].shape[0] * args["state"][0].numel())
+
+
+def _scan_products(args: KernelArguments) -> int:
+    """Returns the multiplications of chunks with the state and with one another, which float32 takes."""
+    c, dk, dv = args["C"], args["DK"], args["DV"]
+    systems = args["squares"].shape[0] * args["squares"].shape[1]
+    return int(systems * c * dv * (3 * dk + 2 * c))
+
+
+def _square_products(args: KernelArguments) -> int:
+    """Returns the multiplications of the triangular systems of chunks, and of their inverses."""
+    c = args["C"]
+    return int(args["squares"].shape[0] * args["squares"].shape[1] * c * c * (2 * args["DK"] + c))
+
+
+_STATE_PRODUCTS: dict[str, Callable[[KernelArguments], int]] = {
+    "step_kernel": _step_products, "net_kernel": _step_products, "scan_kernel": _scan_products,
+    "squares_kernel": _square_products,
+}  # fmt: skip
+"""Kernel of a recurrent layer -> function that counts its multiplications, of which a lane does one at a time."""
+
 _READS: dict[str, Callable[[KernelArguments, Sequence[int]], int]] = {
     "items_kernel": _attention_bytes,
     "turned_items_kernel": _attention_bytes,
@@ -229,6 +261,9 @@ _READS: dict[str, Callable[[KernelArguments, Sequence[int]], int]] = {
     "join_kernel": _join_bytes,
     "decoding_kernel": lambda args, context: args["out"].nbytes + args["out"].shape[0] * args["codes"].shape[1],
     "rope_kernel": _rotary_bytes,
+    **dict.fromkeys(
+        ("step_kernel", "net_kernel", "scan_kernel", "conv_step_kernel", "conv_state_kernel"), _state_bytes
+    ),
     "_embed": lambda args, context: 2 * args["out"].nbytes,
     "_gather": lambda args, context: 2 * args["out"].nbytes,
     "_scatter": lambda args, context: 2 * args["values"].nbytes,
@@ -306,7 +341,7 @@ class DecodeRecorder:
         )
         self.model.bind(held)
         text = self.config.text
-        sizes = Sizes(BLOCK, blocks, text.vocab, self.heads, self.processors, group=self.group)
+        sizes = self._sizes(blocks)
         seen = rows * (width * context + width * (width + 1) // 2)
         recorder = self.card.comm.recorder = KernelRecorder([context + width] * rows, seen)
         bucket = Bucket(Stage.VERIFY, (rows,), verify_variant(width)) if width > 1 else Bucket(Stage.DECODE, (rows,))
@@ -321,6 +356,13 @@ class DecodeRecorder:
                 self.model.head(sample, False)
         self.card.comm.recorder = None
         return recorder.kernels
+
+    def _sizes(self, blocks: int) -> Sizes:
+        text = self.config.text
+        return Sizes(
+            BLOCK, blocks, text.vocab, self.heads, self.processors, group=self.group,
+            recurrent=text.recurrent is not None,
+        )  # fmt: skip
 
     def prompt(self, tokens: int) -> list[list[RecordedKernel]]:
         """Records what a prompt of ``tokens`` tokens launches, a list for each of its launches."""
@@ -338,7 +380,7 @@ class DecodeRecorder:
         )
         self.model.bind(held)
         text = self.config.text
-        sizes = Sizes(BLOCK, blocks, text.vocab, self.heads, self.processors, group=self.group)
+        sizes = self._sizes(blocks)
         seen = tokens * before + tokens * (tokens + 1) // 2
         recorder = self.card.comm.recorder = KernelRecorder([before + tokens], seen)
         inputs = _equal_rows(1, tokens, before, blocks)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu.times import MODELS, PUBLISHED, Published, estimate, text_of
 from benchmarks.host.step import Load
 from benchmarks.host.timeline import played, recorded
+from tests.plan.test_states import LARGE
 from trencadis.backends.cuda.time_estimates import kernel_times, time_report
 from trencadis.backends.cuda.time_estimates.kernel_times import (
     COLLECTIVE,
@@ -23,6 +26,7 @@ from trencadis.backends.cuda.time_estimates.kernel_times import (
     time_of,
 )
 from trencadis.backends.cuda.time_estimates.meta_launch_recorder import DecodeRecorder
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.devices import timer
 from trencadis.core.errors import StartupError
@@ -146,6 +150,26 @@ def test_a_step_that_verifies_is_six_kernels_a_layer_up_to_sixteen_tokens(rows: 
     keys = sum(k.bytes for k in found if k.name.endswith("items_kernel"))
     stored = 2 * text.layers * rows * (context + width) * text.kv_heads * text.head_dim * 2
     assert keys == pytest.approx(stored, rel=0.1), "each stored key once for all tokens of a row"
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+def test_a_step_reads_and_writes_the_states_of_its_rows(rows: int, tmp_path: Path) -> None:
+    """Qwen3.6-27B's layers, twelve of them; the recurrent ones are seven kernels up to 16 rows, ten beyond."""
+    (tmp_path / "config.json").write_text(json.dumps(LARGE | {"num_hidden_layers": 12}))
+    model = load_config(tmp_path)
+    assert model.text.recurrent is not None
+    found = DecodeRecorder(model).step(rows, 1000)
+    moved = sum(k.bytes for k in found if k.name in ("net_kernel", "conv_step_kernel"))
+    counts = Counter(k.name for k in found)
+    assert counts["net_kernel"] == counts["conv_step_kernel"] == 9
+    assert counts["skinny_kernel"] == (45 if rows == 1 else 0) and len(found) < (9 * (7 if rows == 1 else 11) + 70)
+    print(f"{rows} rows: {len(found)} kernels a step")
+    states = 2 * rows * 9 * model.text.recurrent.slot_bytes(2)
+    assert states < moved < 1.1 * states
+    prompt = DecodeRecorder(model).prompt(300)
+    assert {"squares_kernel", "scan_kernel", "conv_kernel"} <= {k.name for launch in prompt for k in launch}
+    said = "\n".join(time_report.lines(time_report.times(model, 1, "H100", [rows])))
+    assert "limit: reading weights" in said and "TTFT" in said, said
 
 
 def test_plan_prints_steps_that_verify(capsys: pytest.CaptureFixture[str]) -> None:

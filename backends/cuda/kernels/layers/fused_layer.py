@@ -1,13 +1,17 @@
-"""Decoder layers in six launches, and the conditions for it; other layers run op by op."""
+"""Decoder layers in six launches, those of gated DeltaNet in seven, and the conditions for it; other layers run op by
+op.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from trencadis.backends.cpu.recurrent_ops import EPS
 from trencadis.backends.cpu.reference_ops import PlainWeight
+from trencadis.backends.cuda.kernels import delta_net_step
 from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn, SingleAttn
 from trencadis.backends.cuda.kernels.layers import (
     fused_decode_attention,
@@ -19,8 +23,10 @@ from trencadis.backends.cuda.kernels.layers.fused_decode_attention import HeadNo
 from trencadis.backends.cuda.kernels.layers.skinny_gemm import NormOf
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight
 from trencadis.core.device.backend import Attn, Rotary
+from trencadis.core.device.launch_tensors import RecurrentRows
 from trencadis.core.models.attention import Attention
 from trencadis.core.models.decoder_layer import DecoderLayer
+from trencadis.core.models.gated_delta import GatedDeltaNet
 from trencadis.core.models.linear_and_embedding import Linear
 from trencadis.core.models.mlp_and_norms import GatedMLP, RMSNorm
 
@@ -29,7 +35,8 @@ class FusedLayer:
     """A ``core.models.decoder_layer.DecoderLayer`` for up to ``skinny_gemm.FEW`` tokens, in six launches.
 
     They are qkv, attention and its join, output, gate and up, down; ranks are summed after output and after down. Rows
-    have one token each, or any number of them, as in VERIFY.
+    have one token each, or any number of them, as in VERIFY. In a layer of gated DeltaNet, whose rows have one token
+    each, the product of the gates, the convolution and the rest up to the output take the place of attention and join.
 
     Args:
         planned: query heads per KV head by which launches were planned, if layers differ; 0: those of the layer.
@@ -44,20 +51,34 @@ class FusedLayer:
         """
         layer, attention, mlp = self._layer, self._layer.attention, self._layer.mlp
         assert isinstance(mlp, GatedMLP) and isinstance(attn, ItemAttn)
-        qkv, stream = self._norm_linear(x, residual, layer.input_norm, attention.qkv)
+        if layer.recurrent:
+            attended, stream = self._mix_states(x, residual, cast(RecurrentRows, rotary))
+        else:
+            attended, stream = self._attend(x, residual, rotary, attn)
+        x, residual = self._reduce_and_add(attended, attention.out, stream)
+        inner, stream = self._norm_linear(x, residual, layer.post_norm, mlp.gate_up, gate=True)
+        return self._reduce_and_add(inner, mlp.down, stream)
+
+    def _attend(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: ItemAttn) -> tuple[Tensor, Tensor]:
+        """Returns (attention before its output projection, the stream)."""
+        attention = self._layer.attention
+        qkv, stream = self._norm_linear(x, residual, self._layer.input_norm, attention.qkv)
         norms = None
         if attention.norms is not None:
             queries, keys = attention.norms
             norms = HeadNorms(queries.weight, keys.weight, queries.eps)
         shared = qkv, rotary, attention.kv
-        numbers = attention.scale, *attention.window
+        numbers = attention.scale, attention.window[0] if attention.window else 0
         if isinstance(attn, SingleAttn):
-            attended = fused_decode_attention.attend(*shared, attn, *numbers, norms=norms)
-        else:
-            attended = fused_verify_attention.attend(*shared, attn, *numbers, norms=norms, planned=self._planned)
-        x, residual = self._reduce_and_add(attended, attention.out, stream)
-        inner, stream = self._norm_linear(x, residual, layer.post_norm, mlp.gate_up, gate=True)
-        return self._reduce_and_add(inner, mlp.down, stream)
+            return fused_decode_attention.attend(*shared, attn, *numbers, norms=norms), stream
+        return fused_verify_attention.attend(*shared, attn, *numbers, norms=norms, planned=self._planned), stream
+
+    def _mix_states(self, x: Tensor, residual: Tensor | None, rows: RecurrentRows) -> tuple[Tensor, Tensor]:
+        """Returns (gated DeltaNet before its output projection, the stream), and updates the states of the rows."""
+        mixer = cast(GatedDeltaNet, self._layer.attention)
+        mixed, stream = self._norm_linear(x, residual, self._layer.input_norm, mixer.qkv)
+        gates, _ = self._norm_linear(stream, None, self._layer.input_norm, mixer.gates)
+        return delta_net_step.run(mixed, gates, mixer.weights, mixer.state, rows, EPS), stream
 
     def _norm_linear(
         self, x: Tensor, residual: Tensor | None, norm: Any, linear: Linear, gate: bool = False
@@ -92,38 +113,45 @@ def multiply(
     return skinny_gemm.product(x, weight, arrived, norm, gate, residual)
 
 
-def can_fuse(layer: Any, x: Tensor, attn: Any) -> bool:
+def can_fuse(layer: Any, x: Tensor, attn: Any, place: object = None) -> bool:
     """Returns True if a launch of ``layer`` can be fused.
 
     It needs few tokens, each of which sees those before it, weights of the stream's dtype or quantised ones, RMS norms
     before attention and a gated SiLU MLP, and a cache of that dtype.
+
+    Args:
+        place: of a recurrent layer, the rows of states.
     """
     if not isinstance(layer, DecoderLayer) or not isinstance(attn, ItemAttn):
         return False
-    return 0 < x.shape[0] <= skinny_gemm.FEW and attn.upto is None and _fits(layer, x)
+    if not 0 < x.shape[0] <= skinny_gemm.FEW or attn.upto is not None or not _has_plain_norms_and_mlp(layer):
+        return False
+    mixer: object = layer.attention  # a recurrent layer takes the place of attention
+    if isinstance(mixer, GatedDeltaNet):
+        fits = isinstance(attn, SingleAttn) and delta_net_step.fits(mixer.weights, mixer.state, place)
+        return fits and _take(x, layer, mixer.qkv, mixer.gates, mixer.out)
+    return isinstance(mixer, Attention) and _fits(mixer, x) and _take(x, layer, mixer.qkv, mixer.out)
 
 
-def _fits(layer: DecoderLayer, x: Tensor) -> bool:
-    attention, mlp = layer.attention, layer.mlp
-    if not isinstance(attention, Attention) or attention.gated:
+def _has_plain_norms_and_mlp(layer: DecoderLayer) -> bool:
+    if layer.norms_after_sum or layer.norms_after_parts or layer.out_norms or layer.scale != 1:
         return False
-    if (
-        layer.norms_after_sum
-        or layer.norms_after_parts
-        or layer.out_norms
-        or layer.scale != 1
-        or not isinstance(mlp, GatedMLP)
-        or mlp.act != "silu"
-    ):
+    if not isinstance(layer.mlp, GatedMLP) or layer.mlp.act != "silu":
         return False
-    if not (isinstance(layer.input_norm, RMSNorm) and isinstance(layer.post_norm, RMSNorm)):
-        return False
-    if attention.sinks or attention.scales_queries:
+    return isinstance(layer.input_norm, RMSNorm) and isinstance(layer.post_norm, RMSNorm)
+
+
+def _fits(attention: Attention, x: Tensor) -> bool:
+    """Returns True for attention whose kernels are fused, over a cache of the stream's dtype."""
+    if attention.gated or attention.sinks or attention.scales_queries:
         return False
     held = attention.kv
-    if held.k_scale is not None or held.k.dtype != x.dtype:
-        return False
-    return all(_takes(linear, x) for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down))
+    return held.k_scale is None and held.k.dtype == x.dtype
+
+
+def _take(x: Tensor, layer: DecoderLayer, *linears: Linear) -> bool:
+    mlp = cast(GatedMLP, layer.mlp)
+    return all(_takes(linear, x) for linear in (*linears, mlp.gate_up, mlp.down))
 
 
 def _takes(linear: Linear, x: Tensor) -> bool:
