@@ -28,7 +28,19 @@ OPTIONAL = (
     "panels_avx2", "panels_avx_vnni", "panels_avx512", "panels_avx512_vnni", "panels_amx", "panels_amx_emulated",
 )  # fmt: skip
 """Files for one kind of instructions each, in the order of compilation: later ones and NEEDED know what is missing."""
-NEEDED = ("panels", "thread_pool", "dense", "tiles", "flash", "rotary", "recurrent", "adapters", "replay", "layouts")
+NEEDED = (
+    "panels",
+    "thread_pool",
+    "dense",
+    "tiles",
+    "flash",
+    "rotary",
+    "recurrent",
+    "adapters",
+    "experts",
+    "replay",
+    "layouts",
+)
 SOURCES = [f"{FOLDER}/{name}.c" for name in (*OPTIONAL, *NEEDED)]
 FLAGS = ["-O2", "-g0", "-std=c11", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
 """Products and sums are contracted where the sources say so alone, whatever a compiler does by itself."""

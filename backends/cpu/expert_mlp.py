@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trencadis.backends.cpu.native.expert_kernels import ExpertTable, make_table
 from trencadis.core.device.backend import ExpertBiases, Weight
 
 ROWS = 8192
@@ -45,6 +47,11 @@ class SeparateExperts:
     count: int
     inner: int
     nbytes: int = 0
+
+    @cached_property
+    def table(self) -> ExpertTable | None:
+        """Addresses of all experts for the library's kernels; None: it does not multiply some of them."""
+        return make_table(self.gate_up, self.down, self.inner)
 
 
 def join_experts(

@@ -30,6 +30,7 @@ from trencadis.backends.cpu.native import dense_linear, quantised_weight_panels,
 from trencadis.backends.cpu.native.attention_and_row_kernels import rms_norm, silu_mul
 from trencadis.backends.cpu.native.dense_linear import PackedWeight as PackedWeight
 from trencadis.backends.cpu.native.dense_linear import by_sizes, pieces
+from trencadis.backends.cpu.native.expert_kernels import Routing, run_few
 from trencadis.backends.cpu.native.kernel_choice_by_cpu import ANY, KernelTable, Op, chosen_table
 from trencadis.backends.cpu.native.quantised_weight_panels import DTYPE_NAMES, PanelWeight, panel_weight
 from trencadis.backends.cpu.recorded_layers import ReplayOps
@@ -68,9 +69,7 @@ class CpuOps(ReplayOps, RecurrentKernelOps, AdapterOps, ReferenceOps):
     copies = True
     reads_rows = True
     every_row = False
-    """True: own products take every number of rows that they can, so that a row has the same bits with any other
-    rows.
-    """
+    """True: own products take every number of rows that they can, so that a row's bits do not depend on the others."""
 
     pages: weight_packing.Pages = weight_packing.pages
     """Allocator of packed weights."""
@@ -202,7 +201,8 @@ class CpuOps(ReplayOps, RecurrentKernelOps, AdapterOps, ReferenceOps):
         """Computes ``act_mul`` without an own kernel."""
         gate, up = gate_up.chunk(2, dim=-1)
         if kind == CLAMPED_SWIGLU:
-            return clamped_swiglu(gate, up)
+            own = None if self.every_row else row_kernels.clamped_swiglu(gate_up, self.table)
+            return clamped_swiglu(gate, up) if own is None else own
         return self.act(gate, kind).mul_(up)
 
     def by_pieces(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -253,9 +253,11 @@ class CpuOps(ReplayOps, RecurrentKernelOps, AdapterOps, ReferenceOps):
         return SeparateExperts(held[0], held[1], len(down), down[0].shape[1], total)
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
-        """Computes experts with the tokens grouped by expert."""
+        """Computes experts with the tokens grouped by expert; of few rows in one call of the library."""
         assert isinstance(w, SeparateExperts)
-        return run_chosen_experts(self, x, scores, w, top, normalise, kind)
+        asked = Routing(top, normalise, kind)
+        made = None if self.every_row else run_few(x, scores, w.table, asked, self.table)
+        return run_chosen_experts(self, x, scores, w, top, normalise, kind) if made is None else made
 
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
         angle = positions.float().index_select(0, axis).t() * inv_freq

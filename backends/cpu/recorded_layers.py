@@ -8,8 +8,9 @@ their own: the runs of rows with one adapter each are an input, and A and B are 
 
 Neighbours of one kind are recorded together: those with attention over the same tokens, or with a recurrent state.
 Only layers whose work the library does are recorded. If torch computes anything in one, it runs call by call: in
-float16, whose products are torch's, with an 8-bit KV cache or experts, and with several ranks, whose sums Python
-exchanges. A recording holds the tensors of one layer: 40 KB a row at a width of 896.
+float16, whose products are torch's, with an 8-bit KV cache, with experts that ``expert_kernels`` does not take, and
+with several ranks, whose sums Python exchanges. A recording holds the tensors of one layer: 40 KB a row at a width of
+896.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from trencadis.core.models.model_and_ops_api import RecurrentState
 MOST_ROWS = 16
 """Rows of the largest launch that is recorded: products take longer than Python beyond."""
 
-LINEAR, ROWS, ROTARY, ATTEND, DENSE, ADAPTERS, HEADS, DELTA_NET, GATE = range(9)
+LINEAR, ROWS, ROTARY, ATTEND, DENSE, ADAPTERS, HEADS, DELTA_NET, GATE, EXPERTS = range(10)
 """Numbers of the functions in replay.h."""
 
 aten = torch.ops.aten
@@ -90,6 +91,7 @@ class CallRecorder:
             flash=other(self._real.flash),
             convolve=other(self._real.convolve), delta_rule=other(self._real.delta_rule),
             delta_net=self._delta_net, pack=other(self._real.pack),
+            experts=self._experts,
         )  # fmt: skip
 
     def _other(self, call: Callable[..., T]) -> Callable[..., T]:
@@ -134,6 +136,10 @@ class CallRecorder:
     def _adapters(self, *args: Argument) -> int:
         self._keep(ADAPTERS, args[:-1])
         return self._real.adapters(*args)
+
+    def _experts(self, *args: int) -> int:
+        self._keep(EXPERTS, args[:-1])
+        return self._real.experts(*args)
 
     def _copy(self, kind: type[S], at: int) -> S:
         """Returns a copy of the structure at an address, which lives as long as the calls."""

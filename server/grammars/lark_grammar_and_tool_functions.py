@@ -123,12 +123,13 @@ class GrammarWriter:
         return self._known[key]
 
     def write_until(self, end: str, some: str = "") -> str:
-        """Adds a rule for any text up to and including ``end``, which the text before must not contain.
+        """Adds a rule for any text up to and including ``end``, which the text before must not contain, nor the control
+        token that it begins with.
 
         Args:
             some: a regex of the text, instead of any text.
         """
-        if self.is_token(end):
+        if self._split is not None and self._split.match(end):  # no text before it can hold that token
             return self.add_rule(f"/{some or ANY}/ {self.write_text(end)}")
         if some:
             return self.add_rule(f"/{some}/ {self.write_text(end)}")

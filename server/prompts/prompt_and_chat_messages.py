@@ -369,6 +369,8 @@ def _add_calls(made: JsonObject, path: str, rules: MessageRules, conversation: C
     if isinstance(thoughts, str):
         # Answers of this server have both names, and templates read either.
         made["reasoning_content"] = made["reasoning"] = thoughts
+        if not (calls and made["content"]):  # gpt-oss' template reads this name, and refuses it beside both
+            made.setdefault("thinking", thoughts)
 
 
 def _check_media_counts(media: Sequence[MediaPart], most: Mapping[str, int]) -> None:

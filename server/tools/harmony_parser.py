@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from trencadis.server.grammars.lark_grammar_and_tool_functions import GrammarWriter, ToolFunction, quoted
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 from trencadis.server.text.incremental_parser import Wait
-from trencadis.server.tools.reasoning_parser import AnswerContent, ReasoningContent, ReasoningFormat, ReasoningParser
+from trencadis.server.tools.reasoning_parser import (
+    TAIL,
+    AnswerContent,
+    ReasoningContent,
+    ReasoningFormat,
+    ReasoningParser,
+)
 from trencadis.server.tools.tool_parser import ToolParser
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -95,6 +101,14 @@ class HarmonyFormat(ReasoningFormat):
     def marks(self) -> tuple[str, ...]:
         """The texts that the parser must see."""
         return MARKS
+
+    def find_state(self, tokenizer: Tokenizer, prompt: Sequence[int], continued: bool = False) -> tuple[bool, bool]:
+        """Returns the state as other formats do, but a prompt that ends with the assistant's role closes no reasoning,
+        though that role also ends ``end``.
+        """
+        if not continued and tokenizer.decode(prompt[-TAIL:], False).rstrip().endswith(ROLE):
+            return False, False
+        return ReasoningFormat.find_state(self, tokenizer, prompt, continued)
 
     def make_parser(self, tokenizer: Tokenizer, prompt: Sequence[int], continued: bool = False) -> ReasoningParser:
         """Makes the parser of an answer to ``prompt``."""

@@ -140,6 +140,21 @@ def test_norms_of_queries_and_keys_are_recorded(make: Make, tmp_path: Path) -> N
     assert [answer(llm, rows, rows) for rows in (1, 3)] == found
 
 
+def test_experts_of_gpt_oss_are_recorded(make: Make, tmp_path: Path) -> None:
+    """With sinks, biases and windows in every second layer; another dtype's experts are torch's, call by call."""
+    (tmp_path / "c").mkdir()
+    form = "windows of 20 in every second layer"
+    path = family_checkpoint(tmp_path / "c", family="gpt_oss", form=form, **WIDE)
+    llm = make(path)
+    found = [answer(llm, rows, rows) for rows in (1, 3)]
+    assert groups_of(llm) and all(group.replays > 20 for group in groups_of(llm))
+    ops_of(llm).records = False
+    assert [answer(llm, rows, rows) for rows in (1, 3)] == found
+    llm = make(path, dtype="float32")
+    answer(llm, 1)
+    assert not any(group.replays for group in groups_of(llm))
+
+
 @pytest.mark.parametrize("form", ["bfloat16", "int8", "threads"])
 def test_recurrent_layers_are_recorded_between_those_with_attention(form: str, make: Make, tmp_path: Path) -> None:
     """Rows leave and come, so that a row of a recording has other states each time."""

@@ -26,6 +26,8 @@ from trencadis.backends.cpu.native.quantised_weight_panels import DTYPE_NAMES, T
 from trencadis.core.device.backend import LayerKV
 
 SILU_MUL, RMS_NORM, BEST, WIDE_NORM = range(4)
+CLAMPED_SWIGLU = 6
+"""Numbers of operations in panels.h."""
 
 
 def silu_mul(gate_up: Tensor, table: KernelTable) -> Tensor | None:
@@ -37,6 +39,16 @@ def silu_mul(gate_up: Tensor, table: KernelTable) -> Tensor | None:
     n, width = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty((n, width))
     _run(SILU_MUL, gate_up, None, None, out, n, width, 0.0, table.number)
+    return out
+
+
+def clamped_swiglu(gate_up: Tensor, table: KernelTable) -> Tensor | None:
+    """Computes gpt-oss' activation of rows: [n, 2 width] -> [n, width], rounded once. None: torch must do it."""
+    if (Op.ROWWISE, DTYPE_NAMES.get(gate_up.dtype, "")) not in table.rows or not gate_up.is_contiguous():
+        return None
+    n, width = len(gate_up), gate_up.shape[1] // 2
+    out = gate_up.new_empty((n, width))
+    _run(CLAMPED_SWIGLU, gate_up, None, None, out, n, width, 0.0, table.number)
     return out
 
 

@@ -169,9 +169,19 @@ class ReplayedLaunchLayout(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_void_p) for name in ("rows", "runs")), ("count", ctypes.c_int64)]
 
 
+class ExpertsLayout(ctypes.Structure):
+    """``Experts`` of experts.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("gate_up", "down")),
+        *((name, ctypes.c_int64) for name in ("count", "top", "hidden", "inner", "type", "coded", "act", "normalise")),
+    ]
+
+
 STRUCTURES = (
     Layout, DenseLayout, PackCall, AttendLayout, RotaryLayout, FlashLayout, SpanLayout, ConvolutionLayout, DeltaLayout,
     DeltaNetLayout, AdaptersLayout, ReplayedCall, AttendRowsLayout, ReplayedLaunchLayout,
+    ExpertsLayout,
 )  # fmt: skip
 """The structures in the order of their numbers in layouts.c."""
 

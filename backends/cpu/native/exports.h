@@ -4,6 +4,7 @@
 #define TRENCADIS_EXPORTS_H
 
 #include "dense.h"
+#include "experts.h"
 #include "panels.h"
 #include "replay.h"
 
@@ -45,6 +46,8 @@ EXPORT int trencadis_delta_rule(const Delta *asked, int kind, int threads);
 EXPORT int trencadis_delta_net(const DeltaNet *p, int kind, int threads);
 EXPORT int trencadis_adapters(const Adapters *asked, const void *x, int64_t x_row, void *y, int64_t y_row, int64_t n,
                               const int64_t *runs, int64_t count, int kind, int threads);
+EXPORT int trencadis_experts(const Experts *p, const void *x, const void *scores, int score_type, void *out, int64_t n,
+                             int kind, int threads);
 EXPORT void trencadis_rotary(const Rotary *p, int64_t n, int kind, int threads);
 EXPORT int trencadis_replay(const ReplayedCall *calls, int64_t count, const ReplayedLaunch *launch, int threads);
 

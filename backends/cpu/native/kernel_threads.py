@@ -61,6 +61,7 @@ class Calls(NamedTuple):
     delta_rule: Callable[..., int]
     delta_net: Callable[..., int]
     adapters: Callable[..., int]
+    experts: Callable[..., int]
     dense: Callable[..., int]
     pack: Callable[..., None]
     pin: Callable[..., None]
@@ -117,6 +118,7 @@ def _bound_calls() -> Calls:
         delta_rule=_bind("delta_rule", number, pointer, number, number),
         delta_net=_bind("delta_net", number, pointer, number, number),
         adapters=_bind("adapters", number, *adapters),
+        experts=_bind("experts", number, *four[1:], number, pointer, size, number, number),
         dense=_bind("dense", number, *four, size, size, size, real, number, number),
         pack=_bind("dense_pack", None, pointer, size, number, number),
         pin=_bind("pool_pin", None, pointer, number),

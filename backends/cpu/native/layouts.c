@@ -83,6 +83,10 @@ static const int64_t attend_rows[] = {O(blocks), O(token), O(row), O(first), O(l
 #define B(field) AT(ReplayedLaunch, field)
 static const int64_t replayed_launch[] = {B(rows), B(runs), B(count)};
 
+#define X(field) AT(Experts, field)
+static const int64_t experts[] = {X(gate_up), X(down),  X(count), X(top), X(hidden),
+                                  X(inner),   X(type),  X(coded), X(act), X(normalise)};
+
 #define STRUCTURE(type, name) {name, sizeof name / sizeof *name, sizeof(type)}
 static const struct {
     const int64_t *offsets;
@@ -92,7 +96,8 @@ static const struct {
                   STRUCTURE(Span, span),              STRUCTURE(Convolution, convolution), STRUCTURE(Delta, delta),
                   STRUCTURE(DeltaNet, delta_net),
                   STRUCTURE(Adapters, adapters),        STRUCTURE(ReplayedCall, replayed_call),
-                  STRUCTURE(AttendRows, attend_rows),   STRUCTURE(ReplayedLaunch, replayed_launch)};
+                  STRUCTURE(AttendRows, attend_rows),   STRUCTURE(ReplayedLaunch, replayed_launch),
+                  STRUCTURE(Experts, experts)};
 
 /* Returns the bytes of structure `number`, and writes its field offsets to offsets [most]; -1 if it has another
    number of fields, or does not exist. */

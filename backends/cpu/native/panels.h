@@ -17,14 +17,15 @@
 
 #include <stdint.h>
 
-#define PANELS_VERSION 17
+#define PANELS_VERSION 18
 #define PANEL 16
 #define STEP 8 /* columns must be a multiple of this */
 #define CHUNK 256  /* keys of a row that one thread attends to at a time */
 #define WIDEST 512 /* maximum values of a head */
 
 enum { FLOAT32, BFLOAT16, FLOAT16, INT8, FLOAT8 }; /* FLOAT8: 4 bits of exponent, without infinities */
-enum { SILU_MUL, RMS_NORM, BEST, WIDE_NORM, GATED_NORM, GATE }; /* WIDE_NORM: RMS_NORM with a weight in float32 */
+/* WIDE_NORM: RMS_NORM with a weight in float32. */
+enum { SILU_MUL, RMS_NORM, BEST, WIDE_NORM, GATED_NORM, GATE, CLAMPED_SWIGLU, WEIGHTED_SUM };
 /* Kinds of kernels. AMX has products of bfloat16 and of codes by tiles, and uses the kernels of AVX512_VNNI for all
    else. AMX_EMULATED is for tests: tiles in plain C, and the kernels of AVX2 for all else. */
 enum { LIBRARY, AVX2, AVX_VNNI, AVX512, AVX512_VNNI, AMX, AMX_EMULATED, KINDS };
@@ -77,7 +78,8 @@ typedef struct {
     float eps;
     int type;
     const void *gate;            /* of GATED_NORM: a norm, times silu of the gate; of GATE: x, times its sigmoid */
-    int64_t heads, stride, step; /* in the gate, or else in x: `heads` rows of a token are `step` values apart, tokens
+    int64_t heads, stride, step; /* of WEIGHTED_SUM: x [n][heads][width], and the float32 weight [n][heads]; else
+                                     in the gate, or else in x: `heads` rows of a token are `step` values apart, tokens
                                     `stride` values; stride 0: rows lie one after another */
 } Rows;
 

@@ -51,6 +51,9 @@ EXPORT int trencadis_replay(const ReplayedCall *calls, int64_t count, const Repl
             failed = trencadis_adapters(AT(0), AT(1), a[2], AT(3), a[4], a[5], launch->runs, launch->count, (int)a[8],
                                         threads);
             break;
+        case CALL_EXPERTS:
+            failed = trencadis_experts(AT(0), AT(1), AT(2), (int)a[3], AT(4), a[5], (int)a[6], threads);
+            break;
         case CALL_DELTA_NET:
             failed = trencadis_delta_net(AT(0), (int)a[1], threads);
             break;

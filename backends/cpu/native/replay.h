@@ -7,7 +7,8 @@
 
 /* Functions that are recorded. */
 enum {
-    CALL_LINEAR, CALL_ROWS, CALL_ROTARY, CALL_ATTEND, CALL_DENSE, CALL_ADAPTERS, CALL_HEADS, CALL_DELTA_NET, CALL_GATE
+    CALL_LINEAR, CALL_ROWS, CALL_ROTARY, CALL_ATTEND, CALL_DENSE, CALL_ADAPTERS, CALL_HEADS, CALL_DELTA_NET, CALL_GATE,
+    CALL_EXPERTS
 };
 
 /* A call: the function's arguments in its own order, without floats and without the number of threads. */
