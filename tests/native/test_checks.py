@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -64,6 +65,22 @@ def test_block_tables_and_rows_without_keys() -> None:
         table,
     )
     assert not out.any(), "a row that sees no key gives zeros"
+
+
+@pytest.mark.parametrize("kind", kernel_kinds.OWN)
+@pytest.mark.parametrize("sink", [-1e30, 0.0, 1e30], ids=["far below", "zero", "far above"])
+def test_a_row_without_keys_gives_zeros_beside_a_sink(kind: str, sink: float) -> None:
+    """The sink alone is in the sum of weights, and has no value; a row with keys is not disturbed."""
+    kv, q, out = cache(), torch.ones(2, 1, 32), torch.full((2, 1, 32), float("nan"))
+    kv.v.fill_(2.0)
+    both, first, length = (np.array(values, np.int32) for values in ([0, 1], [0, 5], [17, 5]))
+    rows = attention_and_row_kernels.SingleTokenRows(both, both, first, length, torch.tensor([[2, 1], [9, 9]]).int())
+    attention_and_row_kernels.attend_decode(
+        q, kv, rows, 1.0, out, kernel_kinds.table(kind), torch.tensor([sink], dtype=torch.float32)
+    )
+    assert not out[1].any()
+    share = 17 / (17 + math.exp(min(sink, 0.0))) if sink <= 0 else 0.0
+    torch.testing.assert_close(out[0], torch.full((1, 32), 2.0 * share))
 
 
 def test_spans() -> None:
