@@ -15,7 +15,7 @@ import pytest
 
 from tests.fakes.device import FakeDevice, OutOfMemory, make_harness, small_plan
 from tests.graphs.test_ranks import ThreadComm, together
-from tests.traffic.requests import Traffic
+from tests.traffic.requests import Traffic, pixels, random_request
 from trencadis.backends.hpu.emulator import emulated_recipe_cache
 from trencadis.backends.hpu.emulator.emulated_bridge import EmulatedRuntime
 from trencadis.backends.hpu.emulator.emulated_recipe_cache import LaunchRates
@@ -222,6 +222,29 @@ def serve(engine: Engine, count: int, seed: int) -> dict[tuple[str, int], list[i
     return {key: tokens for key, tokens in run.tokens.items() if key[0] not in run.gone}
 
 
+TIE = 1e-5
+"""Log-probability by which two tokens may differ that are equally good in float32: sums of other shapes round anew."""
+
+
+def is_tie(engine: Engine, seed: int, key: tuple[str, int], first: list[int], second: list[int]) -> bool:
+    """Returns True if two greedy answers to a request of ``serve`` part where their tokens are equally good."""
+    number, info = int(key[0][1:]), engine.info()
+    drawn = random.Random(seed * 1_000_003 + number)
+    request = random_request(drawn, number, info.max_model_len, info.vocab_size, info.max_model_len // 12)
+    if request.params.temperature or key[1]:
+        return False
+    engine.add(dataclasses.replace(request, params=dataclasses.replace(request.params, n=1, logprobs=2)))
+    said = []
+    while not engine.idle():
+        said += [token for delta in engine.step() for token in delta.logprobs]
+        for name, index in engine.needs():
+            engine.add_media(name, index, pixels(request.spans[index]))
+    place = next(i for i, (one, other) in enumerate(zip(first, second, strict=True)) if one != other)
+    best = said[place]
+    near = best.top_logprobs[0] - best.top_logprobs[1] < TIE
+    return near and {*best.top_ids[:2]} == {first[place], second[place]}
+
+
 def check(engine: Engine) -> None:
     """Nothing compiled in a step, no shape outside the plan, books that add up, nothing lost."""
     stats = engine.stats()
@@ -242,11 +265,14 @@ def change_in_flight(make: Make, count: int, every: int, seed: int, **flags: Any
     changes = Changes(engine, every, seed)
     found = serve(engine, count, seed)
     common = found.keys() & wanted.keys()
-    assert len(common) > 0.8 * count and {k: found[k] for k in common} == {k: wanted[k] for k in common}
+    other = [key for key in common if found[key] != wanted[key]]
+    assert len(common) > 0.8 * count and len(other) <= count // 500
     check(engine)
+    assert all(is_tie(engine, seed, key, found[key], wanted[key]) for key in other), other
     assert changes.versions == [*range(1, len(changes.versions) + 1)]
     assert set(changes.learning.outcomes) == {PUBLISHED}
     print(f"{count} requests, {changes.steps} steps, {len(changes.versions) - 1} changes, {changes.pieces} pieces")
+    print(f"{len(common)} answers, {len(other)} of them with a tie")
     return changes
 
 
