@@ -401,7 +401,7 @@ class RecordedLayers:
         self._bound = [
             (layer.attention, "state" if layer.recurrent else "kv") for layer in layers if layer.attention is not None
         ]
-        """What is bound to a cache, and the name of the attribute that has it."""
+        """Each layer's attention or mixer, and the name of its attribute that holds the KV cache or the states."""
         self._caches: list[object] = []
         """KV caches or states of the layers when they were recorded, whose addresses are in the calls."""
         self._plain: set[bool] = set()

@@ -15,7 +15,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,20 +81,28 @@ TINY_CYCLES = replace(TINY, name="tiny-cycles", cycle=6)
 SHAPES = {s.name: s for s in (HALF, TINY, THREE, SEVEN, WIDE, CYCLES, TINY_CYCLES)}
 
 
-def checkpoint(name: str, root: Path | None = None) -> Path:
-    """The folder of checkpoint ``name``, which is made if missing; a partial one never appears under its name."""
-    target = (root or BENCH / "checkpoints") / name
+def make_folder(target: Path, write: Callable[[Path], None]) -> Path:
+    """Returns ``target``, which ``write`` fills if it is missing; a partial one never appears under its name."""
     if not target.is_dir():
         work = target.with_suffix(".part")
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        shape = SHAPES[name]
+        write(work)
+        work.rename(target)
+    return target
+
+
+def checkpoint(name: str, root: Path | None = None) -> Path:
+    """Returns the folder of checkpoint ``name``, which is made if missing."""
+    shape = SHAPES[name]
+
+    def write(work: Path) -> None:
         _write_json(work, "config.json", config(shape))
         _write_json(work, "generation_config.json", {"do_sample": False, "eos_token_id": [shape.base + 2, shape.base]})
         write_tokenizer(work, shape)
         _write_weights(work, shape)
-        work.rename(target)
-    return target
+
+    return make_folder((root or BENCH / "checkpoints") / name, write)
 
 
 def text_bytes(s: Shape, itemsize: int) -> int:

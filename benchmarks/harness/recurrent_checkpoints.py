@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.harness.checkpoints import HALF, SPECIALS, write_tokenizer
+from benchmarks.harness.checkpoints import HALF, SPECIALS, make_folder, write_tokenizer
 from benchmarks.harness.reporting import BENCH
 
 VOCABULARY = 248_320
@@ -84,17 +83,14 @@ def state_bytes(folder: Path) -> int:
 
 
 def checkpoint(name: str, root: Path | None = None) -> Path:
-    """Returns the folder of checkpoint ``name``, which is made if missing; a partial one never has its name."""
-    target = (root or BENCH / "checkpoints") / name
-    if not target.is_dir():
-        work = target.with_suffix(".part")
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
+    """Returns the folder of checkpoint ``name``, which is made if missing."""
+
+    def write(work: Path) -> None:
         write_model(work, *SHAPES[name])
         write_tokenizer(work, TOKENIZER)
         (work / "preprocessor_config.json").unlink()
-        work.rename(target)
-    return target
+
+    return make_folder((root or BENCH / "checkpoints") / name, write)
 
 
 def main() -> None:

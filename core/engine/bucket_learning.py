@@ -157,7 +157,7 @@ class BucketLearning:
         """True once the proposal was found to pay, and is only shown because shapes do not change here."""
         self._gain = 0.0
         self._costs: list[PlanCosts] = []
-        """What the periods of traffic since the proposal was found cost."""
+        """Costs of each period of traffic since the proposal was found."""
         self._thread: threading.Thread | None = None
         self._saver: threading.Thread | None = None
         self._found: Answer | str = ""

@@ -54,13 +54,13 @@ MOST_OVERRUN = 1.05
 
 
 class PlanCosts(NamedTuple):
-    """What the needs of one period cost in some plans."""
+    """Seconds that the launches of one period would take under each of four plans."""
 
     proposed: float
     present: float
     static: float
     recent: float = math.inf
-    """That of the plan that was chosen by the needs of the last hour alone."""
+    """Under the plan that was searched with the needs of the last hour alone."""
 
 
 def price_periods(

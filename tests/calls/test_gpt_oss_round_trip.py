@@ -38,7 +38,7 @@ TEMPLATE = """\
 {{- '<|end|>' }}{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
-"""What gpt-oss' own template writes, without its head."""
+"""The part of gpt-oss' chat template that writes the messages; its system message is left out."""
 
 SCHEMA: dict[str, Any] = {
     "type": "object", "properties": {"city": {"enum": ["Bonn", "Ulm"]}}, "required": ["city"],
@@ -162,7 +162,7 @@ def test_messages(running: RunningServer) -> None:
 
 
 def test_reasoning_before_a_call_reaches_the_template(checkpoint: Path) -> None:
-    """As ``thinking``, which gpt-oss' template reads; not beside content, which that template would refuse."""
+    """The key ``thinking`` has the reasoning, but not beside content: the template refuses both."""
     harness = templated_app(checkpoint, TEMPLATE, "")
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Bonn"}'}}
     for content, seen in ((None, True), ("First.", False)):

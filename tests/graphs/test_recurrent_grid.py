@@ -39,7 +39,7 @@ SIZES: dict[str, tuple[dict[str, Any], int]] = {
     "27B, two ranks": ({}, 2),
     "35B-A3B": (EXPERTS, 1),
 }  # fmt: skip
-"""What config.json has in place of Qwen3.6-27B's keys, and ranks."""
+"""Name of a size -> (keys of config.json that differ from Qwen3.6-27B's, number of ranks)."""
 LINES: dict[str, dict[str, Any]] = {
     "two sequences": SHORT,
     "as many as fit": {"max_model_len": 4096, "max_num_seqs": None, "max_num_batched_tokens": 2048},

@@ -34,21 +34,21 @@ def silu_mul(gate_up: Tensor, table: KernelTable) -> Tensor | None:
     """Computes silu of the first half of each row times the second: [n, 2 width] -> [n, width]. None: torch must do
     it.
     """
-    if (Op.ROWWISE, DTYPE_NAMES.get(gate_up.dtype, "")) not in table.rows or not gate_up.is_contiguous():
-        return None
-    n, width = len(gate_up), gate_up.shape[1] // 2
-    out = gate_up.new_empty((n, width))
-    _run(SILU_MUL, gate_up, None, None, out, n, width, 0.0, table.number)
-    return out
+    return _act_mul(SILU_MUL, gate_up, table)
 
 
 def clamped_swiglu(gate_up: Tensor, table: KernelTable) -> Tensor | None:
     """Computes gpt-oss' activation of rows: [n, 2 width] -> [n, width], rounded once. None: torch must do it."""
+    return _act_mul(CLAMPED_SWIGLU, gate_up, table)
+
+
+def _act_mul(op: int, gate_up: Tensor, table: KernelTable) -> Tensor | None:
+    """Computes a gated activation by its number in panels.h: [n, 2 width] -> [n, width]. None: torch must do it."""
     if (Op.ROWWISE, DTYPE_NAMES.get(gate_up.dtype, "")) not in table.rows or not gate_up.is_contiguous():
         return None
     n, width = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty((n, width))
-    _run(CLAMPED_SWIGLU, gate_up, None, None, out, n, width, 0.0, table.number)
+    _run(op, gate_up, None, None, out, n, width, 0.0, table.number)
     return out
 
 

@@ -31,7 +31,7 @@ ACTIVATIONS = {"silu": SILU_MUL, "clamped_swiglu": CLAMPED_SWIGLU}
 
 
 class Routing(NamedTuple):
-    """What a layer asks for: experts of a row, whether their shares add up to 1, and the activation."""
+    """How a layer uses its experts: experts per row, whether their shares are scaled to add up to 1, the activation."""
 
     top: int
     normalise: bool
