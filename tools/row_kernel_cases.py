@@ -140,12 +140,23 @@ def products(arch: int) -> Iterator[Case]:
 
 
 def fused_products(name: str, w: QuantisedWeight, dtype: torch.dtype) -> Iterator[Case]:
-    """Those of decoder layers over codes: behind a norm with gate and up, and before a residual."""
-    x, out = torch.empty(16, w.in_features, dtype=dtype), torch.empty(16, w.out_features, dtype=dtype)
+    """Those of decoder layers over codes: behind a norm with gate and up, and before a residual; 16 rows and 8, which
+    have one tile in float32.
+    """
     arrived = ints(skinny_gemm.COUNTERS)
-    norm = skinny_gemm.NormOf(x[0], 1e-6)
-    yield f"{name}, gate and up", lambda: (skinny_quantised_gemm.product(x, w, arrived, norm, gate=True), None)[1]
-    yield f"{name}, down", lambda: (skinny_quantised_gemm.product(x, w, arrived, residual=out), None)[1]
+    for rows in (skinny_gemm.FEW, skinny_quantised_gemm.FEW)[: 1 if dtype == torch.float32 else 2]:
+        x, out = torch.empty(rows, w.in_features, dtype=dtype), torch.empty(rows, w.out_features, dtype=dtype)
+        norm = skinny_gemm.NormOf(x[0], 1e-6)
+        few = ", 8 rows" if rows == skinny_quantised_gemm.FEW else ""
+
+        def gate(x: Tensor = x, norm: skinny_gemm.NormOf = norm) -> None:
+            skinny_quantised_gemm.product(x, w, arrived, norm, gate=True)
+
+        def down(x: Tensor = x, out: Tensor = out) -> None:
+            skinny_quantised_gemm.product(x, w, arrived, residual=out)
+
+        yield f"{name}, gate and up{few}", gate
+        yield f"{name}, down{few}", down
 
 
 EXPERTS, TOP, COLUMNS, WIDTH = 128, 8, 768, 2048

@@ -31,6 +31,7 @@ from benchmarks.kernels import attention_cases as cases  # noqa: E402
 from benchmarks.kernels import layer_cases, quantised_cases  # noqa: E402
 from tools import kernel_resources  # noqa: E402
 from trencadis.backends.cuda.kernels import tile_sizes, vision_attention  # noqa: E402
+from trencadis.backends.cuda.kernels.layers import skinny_quantised_gemm  # noqa: E402
 from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import FEW  # noqa: E402
 from trencadis.backends.cuda.kernels.tile_sizes import Tile, TileEntry  # noqa: E402
 from trencadis.backends.cuda.launches.attention_work_items import STEP  # noqa: E402
@@ -44,7 +45,7 @@ GRIDS = {
     "attend_images": ((32, 64, 128), (16, 32, 64)),
     "quantised": ((16, 32, 64, 128), (32, 64, 128)),
     "skinny": ((16,), (16, 32, 64)),
-    "coded_skinny": ((16,), (32, 64, 128)),
+    "coded_skinny": ((8, 16), (32, 64, 128)),
     "experts": ((16, 32, 64, 128), (32, 64, 128)),
 }
 """Query and key sizes of candidate tiles, rows and features of products: powers of two within the kernels' limits."""
@@ -55,6 +56,8 @@ def candidates(kernel: str, entry: TileEntry) -> Iterator[Tile]:
     queries, keys = GRIDS[kernel]
     stages = STAGES if (entry.bits == 16 and kernel != "attend_windows") or kernel in PRODUCTS else (1,)
     for m, n, warps, count in itertools.product(queries, keys, (2, 4) if kernel == "coded_skinny" else WARPS, stages):
+        if kernel == "coded_skinny" and (m == skinny_quantised_gemm.FEW) != (entry.length == "few"):
+            continue
         if m >= entry.group and (kernel in PRODUCTS or STEP % n == 0) and m * n >= 32 * warps:
             yield Tile(m, n, warps, count)
 
@@ -97,14 +100,14 @@ def products(entry: TileEntry, device: torch.device) -> list[cases.Case]:
 
 def skinny_products(entry: TileEntry, device: torch.device, codes: tuple[str, ...]) -> list[cases.Case]:
     """Products of 3B and 7B over each of ``codes``: of gate and up where the entry's ``group`` says so, of the others
-    else; 1 and 16 rows.
+    else; 1 and 16 rows, or those of a tile of few.
     """
     dtype = torch.bfloat16 if entry.bits == 16 else torch.float32
     gate = ((22_016, 2048), (37_888, 3584)) if entry.group else ()
     return [
         layer_cases.skinny(rows, *shape, device, dtype, kind, gate=shape in gate)
         for shape in gate or ((2560, 2048), (3584, 18_944))
-        for rows in (1, 16)
+        for rows in ((1, skinny_quantised_gemm.FEW) if entry.length == "few" else (1, 16) if codes == ("",) else (16,))
         for kind in codes
     ]
 

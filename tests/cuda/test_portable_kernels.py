@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from triton import knobs
 
-from trencadis.backends.cuda.kernels import gpu_platform, quantised_linear, tile_sizes
+from trencadis.backends.cuda.kernels import code_decoding, gpu_platform, tile_sizes
 from trencadis.backends.cuda.kernels.gpu_platform import Accelerator
 from trencadis.backends.cuda.kernels.layers import dependent_launch
 from trencadis.backends.cuda.weights.quantised_weight import E4M3
@@ -94,7 +94,7 @@ def test_other_cards_are_never_asked_for_ptx(accelerator: type[Accelerator], mon
     monkeypatch.setattr(gpu_platform._Chosen, "accelerator", accelerator())
     weight: Any = SimpleNamespace(kind=E4M3)
     asked = (
-        quantised_linear.is_packed(torch.bfloat16), quantised_linear.converts(weight, torch.device("cpu")),
+        code_decoding.is_packed(torch.bfloat16), bool(code_decoding.find_conversion(weight, torch.device("cpu"))),
         dependent_launch.possible(torch.device("cpu")),
     )  # fmt: skip
     assert set(asked) == {accelerator is Accelerator}
@@ -123,5 +123,5 @@ def test_ptx_stands_in_few_functions() -> None:
             text = ast.unparse(function)
             if "inline_asm" in text or "gdc_" in text or "libdevice" in text:
                 found.add(function.name)
-    decoders = {"split_codes", "convert_floats", "decode_pairs", "convert_to_bfloat16"}
+    decoders = {"decode_floats", "decode_pairs"}
     assert found == {*decoders, "fetch", "wait"}

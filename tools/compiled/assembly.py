@@ -123,7 +123,8 @@ def _first(lines: list[str], barred: bool, loaded: set[str]) -> str:
     return best
 
 
-ADDRESS, JUMP = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);"), re.compile(r"\bBRA\S*\s+(?:`\S+\s+)?(0x[0-9a-f]+)")
+ADDRESS = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
+JUMP = re.compile(r"\bBRA\S*\s+(?:!?UP\d,\s*)?(?:`\S+\s+)?(0x[0-9a-f]+)")
 PRODUCTS = re.compile(r"\b(?:[HIQ]G?MMA|FFMA)\b")
 
 

@@ -19,15 +19,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 from trencadis.backends.cuda.kernels import tile_sizes
+from trencadis.backends.cuda.kernels.code_decoding import decode_codes, find_conversion, is_packed
 from trencadis.backends.cuda.kernels.gpu_platform import in_use
 from trencadis.backends.cuda.weights.quantised_weight import (
     E4M3,
     INT4,
     INT8,
-    ROUNDS_FLOATS,
     SHIFTED,
     TINY,
     QuantisedWeight,
@@ -52,7 +51,6 @@ LIBRARY_TILE = 128, 256
 """Rows and features of a program of a library's product, as cuBLAS has them for large products on an H100."""
 
 _INT8, _INT4, _E4M3 = tl.constexpr(INT8), tl.constexpr(INT4), tl.constexpr(E4M3)
-_MIDDLE = tl.constexpr(8)
 _SHIFTED = tl.constexpr(SHIFTED)
 _NEAREST = tl.constexpr(12582912.0)
 """1.5 x 2^23: adding it to a float32 and subtracting it again rounds to the nearest integer."""
@@ -117,17 +115,6 @@ def tile_of(w: QuantisedWeight, rows: int, dtype: torch.dtype, device: torch.dev
     )
 
 
-def is_packed(dtype: torch.dtype) -> bool:
-    """True if codes are decoded four at a time by PTX, which the interpreter and other cards do not have."""
-    return dtype.itemsize == 2 and in_use().runs_ptx and not knobs.runtime.interpret
-
-
-def converts(w: QuantisedWeight, device: torch.device) -> bool:
-    """True if the card has a conversion of its own for the weight's 8-bit floats, which is written in PTX."""
-    ptx = in_use().runs_ptx and not knobs.runtime.interpret
-    return w.kind == E4M3 and ptx and tile_sizes.arch_of(device) >= ROUNDS_FLOATS
-
-
 def _multiply_decoded(x: Tensor, w: QuantisedWeight, out: Tensor) -> Tensor:
     """Decodes a piece of the features at a time and multiplies by it."""
     most = DECODED_BYTES // (w.columns * x.itemsize)
@@ -172,7 +159,7 @@ def decode_features(w: QuantisedWeight, start: int, stop: int, out: Tensor) -> N
         out, w.codes, w.factor, w.factor if w.scale is None else w.scale, w.factor if w.zero is None else w.zero,
         start, stop, w.out_features, w.columns, w.codes.shape[1],
         KIND=w.kind, GROUP=w.group, SPAN=each, ZERO=w.zero is not None, WHOLE=w.columns % each == 0,
-        PACKED=is_packed(out.dtype), CONVERTS=converts(w, out.device), N=DENSE_TILE, num_warps=4,
+        PACKED=is_packed(out.dtype), CONVERTS=find_conversion(w, out.device), N=DENSE_TILE, num_warps=4,
     )  # fmt: skip
 
 
@@ -190,12 +177,12 @@ def _multiply(x: Tensor, x_scale: Tensor | None, w: QuantisedWeight, out: Tensor
         bias, n, features, w.columns, w.codes.shape[1], -(-steps // cut),
         KIND=w.kind, GROUP=w.group, SPAN=each, ZERO=w.zero is not None, ROUNDED=x_scale is not None,
         BIAS=w.bias is not None, CUT=cut > 1, WHOLE=w.columns % each == 0, PACKED=is_packed(x.dtype),
-        CONVERTS=converts(w, out.device), M=tile.m, N=tile.n,
+        CONVERTS=find_conversion(w, out.device), M=tile.m, N=tile.n,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if cut > 1:
         added_kernel[(n, -(-features // BLOCK))](
-            out, part, xs, w.factor, bias, n, features, cut, SHIFT=SHIFTED if converts(w, out.device) else 1.0,
+            out, part, xs, w.factor, bias, n, features, cut, SHIFT=SHIFTED if find_conversion(w, out.device) else 1.0,
             ROUNDED=x_scale is not None, BIAS=w.bias is not None, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return out
@@ -235,17 +222,15 @@ def quantised_kernel(
             at = i * HALF + tl.arange(0, HALF)
             held = tl.load(code_row[None, :] + at[:, None], mask=there[None, :], other=0)
             begin = i * SPAN
-            low, high = split_codes(held, x.dtype.element_ty, PACKED)
-            acc = add_product(acc, low, x_row, scale, zero, begin, features, columns, feature, here, there,
-                        KIND, GROUP, HALF, ZERO, ROUNDED, WHOLE, CONVERTS)  # fmt: skip
-            acc = add_product(acc, high, x_row, scale, zero, begin + HALF, features, columns, feature, here, there,
-                        KIND, GROUP, HALF, ZERO, ROUNDED, WHOLE, CONVERTS)  # fmt: skip
+            for half in tl.static_range(2):
+                acc = add_product(acc, held, half, x_row, scale, zero, begin + half * HALF, features, columns, feature,
+                                  here, there, KIND, GROUP, HALF, ZERO, ROUNDED, WHOLE, PACKED, CONVERTS)  # fmt: skip
         else:
             at = i * SPAN + tl.arange(0, SPAN)
             inside = there[None, :] if WHOLE else there[None, :] & (at < columns)[:, None]
             held = tl.load(code_row[None, :] + at[:, None], mask=inside, other=0)
-            acc = add_product(acc, held, x_row, scale, zero, i * SPAN, features, columns, feature, here, there,
-                        KIND, GROUP, SPAN, ZERO, ROUNDED, WHOLE, CONVERTS)  # fmt: skip
+            acc = add_product(acc, held, 0, x_row, scale, zero, i * SPAN, features, columns, feature, here, there,
+                              KIND, GROUP, SPAN, ZERO, ROUNDED, WHOLE, PACKED, CONVERTS)  # fmt: skip
     address = row[:, None] * features + feature[None, :]
     kept = here[:, None] & there[None, :]
     if CUT:
@@ -263,117 +248,30 @@ def quantised_kernel(
 
 @triton.jit
 def add_product(
-    acc, held, x_row, scale, zero, begin, features, columns, feature, here, there,
+    acc, held, half: tl.constexpr, x_row, scale, zero, begin, features, columns, feature, here, there,
     KIND: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, ZERO: tl.constexpr, ROUNDED: tl.constexpr,
-    WHOLE: tl.constexpr, CONVERTS: tl.constexpr,
+    WHOLE: tl.constexpr, PACKED: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Returns ``acc`` plus the product of columns [begin, begin + WIDTH), whose codes are ``held`` [WIDTH, N]; those of
-    4 bits from ``split_codes``.
+    4 bits the ``half`` of each byte.
     """
     at = begin + tl.arange(0, WIDTH)
     inside = here[:, None] if WHOLE else here[:, None] & (at < columns)[None, :]
     values = tl.load(x_row[:, None] + at[None, :], mask=inside, other=0)
     if ROUNDED and KIND == _INT8:
         acc = tl.dot(values, held, acc, input_precision="ieee", out_dtype=tl.int32)
-    elif GROUP:  # the second half of the last step may lie beyond the last group
-        group = (tl.minimum(begin, columns - 1) // GROUP).to(tl.int64) * features + feature
-        codes = decode_numbers(held, zero + group, there, KIND, ZERO, CONVERTS).to(values.dtype)
-        size = tl.load(scale + group, mask=there, other=0.0).to(tl.float32)
-        acc += tl.dot(values, codes, input_precision="ieee") * size[None, :]
     else:
-        codes = decode_numbers(held, zero + feature, there, KIND, ZERO, CONVERTS).to(values.dtype)
-        acc = tl.dot(values, codes, acc, input_precision="ieee")
+        group = feature
+        if GROUP:  # the second half of the last step may lie beyond the last group
+            group = (tl.minimum(begin, columns - 1) // GROUP).to(tl.int64) * features + feature
+        less = tl.load(zero + group, mask=there, other=0)[None, :] if ZERO else 0
+        codes = decode_codes(held, half, less, values.dtype, KIND, ZERO, PACKED, CONVERTS).to(values.dtype)
+        if GROUP:
+            size = tl.load(scale + group, mask=there, other=0.0).to(tl.float32)
+            acc += tl.dot(values, codes, input_precision="ieee") * size[None, :]
+        else:
+            acc = tl.dot(values, codes, acc, input_precision="ieee")
     return acc
-
-
-@triton.jit
-def decode_numbers(held, zero, there, KIND: tl.constexpr, ZERO: tl.constexpr, CONVERTS: tl.constexpr):
-    """Returns codes [WIDTH, N] minus zero points, as numbers exact in float16 and bfloat16. Floats are their bits in
-    float16 (their values, if CONVERTS); 4-bit codes have ``MIDDLE`` subtracted already.
-    """
-    if KIND == _INT4:
-        codes = held
-        if ZERO:
-            codes = held - (tl.load(zero, mask=there, other=0) - _MIDDLE).to(held.dtype)[None, :]
-    elif KIND == _INT8:
-        codes = held.to(tl.int16) - tl.load(zero, mask=there, other=0).to(tl.int16)[None, :] if ZERO else held
-    elif KIND == _E4M3 and CONVERTS:
-        codes = convert_floats(held)
-    elif KIND == _E4M3:
-        bits = held.to(tl.uint16)
-        codes = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-    else:
-        codes = (held.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
-    return codes
-
-
-@triton.jit
-def split_codes(held, dtype: tl.constexpr, PACKED: tl.constexpr):
-    """Returns (low, high): the 4-bit codes of uint8 values, minus ``MIDDLE``, of a type in which they are exact.
-
-    PACKED: four bytes at a time. A code is set into the last bits of 128 (in float16, of 1,024), from which the number
-    and ``MIDDLE`` are subtracted in pairs; the code above it needs no shift in float16, whose bits hold both.
-    """
-    if PACKED and dtype == tl.bfloat16:
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c, d, one, less;
-            mov.b32 one, 0x3f803f80;
-            mov.b32 less, 0xc308c308;
-            prmt.b32 a, $4, 0, 0x4140;
-            prmt.b32 b, $4, 0, 0x4342;
-            shr.u32 c, a, 4;
-            shr.u32 d, b, 4;
-            lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 d, d, 0x000f000f, 0x43004300, 0xea;
-            fma.rn.bf16x2 $0, a, one, less;
-            fma.rn.bf16x2 $1, b, one, less;
-            fma.rn.bf16x2 $2, c, one, less;
-            fma.rn.bf16x2 $3, d, one, less;
-            }""",
-            "=r,=r,=r,=r,r", [held], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
-        )  # fmt: skip
-    elif PACKED and dtype == tl.float16:
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c, d, one, less, part, rest;
-            mov.b32 one, 0x3c003c00;
-            mov.b32 less, 0xe408e408;
-            mov.b32 part, 0x2c002c00;
-            mov.b32 rest, 0xd480d480;
-            prmt.b32 a, $4, 0, 0x4140;
-            prmt.b32 b, $4, 0, 0x4342;
-            lop3.b32 c, a, 0x00f000f0, 0x64006400, 0xea;
-            lop3.b32 d, b, 0x00f000f0, 0x64006400, 0xea;
-            lop3.b32 a, a, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 b, b, 0x000f000f, 0x64006400, 0xea;
-            fma.rn.f16x2 $0, a, one, less;
-            fma.rn.f16x2 $1, b, one, less;
-            fma.rn.f16x2 $2, c, part, rest;
-            fma.rn.f16x2 $3, d, part, rest;
-            }""",
-            "=r,=r,=r,=r,r", [held], dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        low = (held & 15).to(tl.int8) - _MIDDLE
-        high = (held >> 4).to(tl.int8) - _MIDDLE
-    return low, high
-
-
-@triton.jit
-def convert_floats(held):
-    """Returns e4m3 codes (uint8) as float16, by the card's own conversion."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b16 low, high;
-        mov.b32 {low, high}, $2;
-        cvt.rn.f16x2.e4m3x2 $0, low;
-        cvt.rn.f16x2.e4m3x2 $1, high;
-        }""",
-        "=r,=r,r", [held], dtype=tl.float16, is_pure=True, pack=4,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["start", "stop"])
@@ -394,31 +292,33 @@ def decoding_kernel(
         HALF: tl.constexpr = SPAN // 2
         at = tl.program_id(1) * HALF + tl.arange(0, HALF)
         held = tl.load((codes + feature * width)[:, None] + at[None, :], mask=there[:, None], other=0)
-        low, high = split_codes(held, out.dtype.element_ty, PACKED)
-        store_values(low, row, size, scale, zero, begin, features, columns, feature, there,
-                     KIND, GROUP, HALF, ZERO, WHOLE, CONVERTS)  # fmt: skip
-        store_values(high, row, size, scale, zero, begin + HALF, features, columns, feature, there,
-                     KIND, GROUP, HALF, ZERO, WHOLE, CONVERTS)  # fmt: skip
+        for half in tl.static_range(2):
+            store_values(held, half, row, size, scale, zero, begin + half * HALF, features, columns, feature, there,
+                         KIND, GROUP, HALF, ZERO, WHOLE, PACKED, CONVERTS)  # fmt: skip
     else:
         at = begin + tl.arange(0, SPAN)
         inside = there[:, None] if WHOLE else there[:, None] & (at < columns)[None, :]
         held = tl.load((codes + feature * width)[:, None] + at[None, :], mask=inside, other=0)
-        store_values(held, row, size, scale, zero, begin, features, columns, feature, there,
-                     KIND, GROUP, SPAN, ZERO, WHOLE, CONVERTS)  # fmt: skip
+        store_values(held, 0, row, size, scale, zero, begin, features, columns, feature, there,
+                     KIND, GROUP, SPAN, ZERO, WHOLE, PACKED, CONVERTS)  # fmt: skip
 
 
 @triton.jit
 def store_values(
-    held, row, size, scale, zero, begin, features, columns, feature, there,
+    held, half: tl.constexpr, row, size, scale, zero, begin, features, columns, feature, there,
     KIND: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, ZERO: tl.constexpr, WHOLE: tl.constexpr,
-    CONVERTS: tl.constexpr,
+    PACKED: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the values of columns [begin, begin + WIDTH), whose codes are ``held`` [N, WIDTH]."""
+    """Stores the values of columns [begin, begin + WIDTH), whose codes are ``held`` [N, WIDTH]; those of 4 bits the
+    ``half`` of each byte.
+    """
     group = feature
     if GROUP:  # the second half of the last step may lie beyond the last group
         group = (tl.minimum(begin, columns - 1) // GROUP).to(tl.int64) * features + feature
         size = size * tl.load(scale + group, mask=there, other=0.0).to(tl.float32)
-    numbers = tl.trans(decode_numbers(tl.trans(held), zero + group, there, KIND, ZERO, CONVERTS)).to(tl.float32)
+    less = tl.load(zero + group, mask=there, other=0)[:, None] if ZERO else 0
+    kind: tl.constexpr = tl.float16 if KIND == _E4M3 else row.dtype.element_ty  # float16 becomes float32 at once
+    numbers = decode_codes(held, half, less, kind, KIND, ZERO, PACKED, CONVERTS).to(tl.float32)
     at = begin + tl.arange(0, WIDTH)
     inside = there[:, None] if WHOLE else there[:, None] & (at < columns)[None, :]
     values = (numbers * size[:, None]).to(row.dtype.element_ty)

@@ -57,13 +57,14 @@ ones, which it takes where large ones would leave processors without work.
 """
 
 DECODING = {
-    "coded_skinny_kernel": {INT4: 3.7, INT8: 4.0, E4M3: 3.6, E5M2: 3.6},
-    "quantised_kernel": {INT4: 9.6, INT8: 9.6, E4M3: 9.6, E5M2: 9.6},
+    "coded_skinny_kernel": {INT4: 3.7, INT8: 4.1, E4M3: 3.6, E5M2: 3.6},
+    "coded_skinny_kernel, 8 rows": {INT4: 3.1, INT8: 3.4, E4M3: 3.0, E5M2: 3.0},
+    "quantised_kernel": {INT4: 8.9, INT8: 5.4, E4M3: 5.3, E5M2: 8.9},
     "decoding_kernel": {INT4: 8.8, INT8: 7.8, E4M3: 7.0, E5M2: 7.0},
 }
-"""Kernel -> kind of codes -> instructions of a lane for each of them, all that a trip has: the most of those compiled
-for sm_90 in bfloat16 (docs/kernels.csv has trips); ``quantised_kernel`` of 4 bits for 64 rows. Those of e5m2, and of 8
-bits in ``quantised_kernel``, are not counted: they are taken to be as many.
+"""Kernel, or kernel with tiles of so many rows -> kind of codes -> instructions of a lane for each of them, all that a
+trip has: the most of those compiled for sm_90 in bfloat16 (docs/kernels.csv has trips); ``quantised_kernel`` for 64
+rows. Those of e5m2 are not counted: they are taken to be as many as e4m3's, or as those of 4 bits.
 """
 
 ROUNDED_PRODUCT = "_scaled_mm"
@@ -147,7 +148,8 @@ class KernelRecorder:
             codes = args["out"].numel()
         if name in EXPERTS:
             flops, programs = 2 * len(args["out"]) * args["weight"][0].numel(), 0
-        each = DECODING.get(name, {}).get(args.get("KIND", -1), 0.0)
+        decoding = DECODING.get(f"{name}, {args.get('M')} rows") or DECODING.get(name, {})
+        each = decoding.get(args.get("KIND", -1), 0.0)
         if name in _STATE_PRODUCTS:
             codes, each = _STATE_PRODUCTS[name](args), 1.0
         waves = programs if flops else 0

@@ -63,6 +63,24 @@ def test_bits_do_not_depend_on_who_arrives_last(gate: bool, device: torch.device
     assert not arrived.any() and float((y - want).abs().max() / want.abs().max()) <= 2e-6
 
 
+@pytest.mark.parametrize("name", ["int4", "fp8"])
+def test_tiles_have_eight_rows_or_sixteen(name: str, device: torch.device, interpreted: None) -> None:
+    """The smaller ones up to eight rows, whose values are the same as with more; float16 behind a norm, too."""
+    w = packed(quantise(torch.randn(70, 256), SCHEMES[name], torch.float16), None, device)
+    x, arrived = torch.randn(16, 256).half(), skinny_gemm.counters(device)
+    norm = skinny_gemm.NormOf(torch.rand(256).half(), 1e-6)
+    tiles = {rows: skinny_quantised_gemm.tile_of(x[:rows], w, True).m for rows in (1, 8, 9, 16)}
+    assert tiles == {1: 8, 8: 8, 9: 16, 16: 16}
+    many = skinny_quantised_gemm.product(x, w, arrived, norm, gate=True)
+    wide = x.float() * torch.rsqrt(x.float().square().mean(1, keepdim=True) + 1e-6)
+    first, second = (wide @ (dequantise(w) * norm.weight.float()).t()).chunk(2, 1)
+    want = torch.nn.functional.silu(first) * second
+    assert float((many.float() - want).abs().max()) <= 2e-3 * float(want.abs().max())
+    for rows in (1, 8):
+        few = skinny_quantised_gemm.product(x[:rows].contiguous(), w, arrived, norm, gate=True)
+        assert torch.equal(few, many[:rows])
+
+
 def test_weights_that_do_not_fit_run_op_by_op(device: torch.device) -> None:
     rounded = packed(quantise(torch.randn(32, 64), Scheme(8, activations="token"), torch.float32), None, device)
     assert not skinny_quantised_gemm.fits(rounded), "activations are rounded"

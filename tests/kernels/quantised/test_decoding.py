@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from triton import knobs
 
 from tests.kernels.quantised.test_quantised import normal, packed
-from trencadis.backends.cuda.kernels import quantised_linear, weight_operands
-from trencadis.backends.cuda.weights.quantised_weight import dequantise
+from trencadis.backends.cuda.kernels import code_decoding, quantised_linear, tile_sizes
+from trencadis.backends.cuda.kernels.layers import skinny_gemm, skinny_quantised_gemm
+from trencadis.backends.cuda.weights.quantised_weight import E4M3, INT4, SHIFTED, dequantise
 from trencadis.core.quant.online_quant import quantise
+from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.quantised_weight_layout_and_bytes import DECODED_ROWS, Scheme
 
 SCHEMES = {
@@ -93,9 +96,10 @@ def run_ptx(text: str, *words: np.ndarray) -> list[np.ndarray]:
                 held[to] = a[0]
             case "and.b32":
                 held[to] = a[0] & a[1]
-            case "cvt.rn.f16x2.e4m3x2":
+            case "cvt.rn.f16x2.e4m3x2" | "cvt.rn.bf16x2.e4m3x2":
                 floats = torch.from_numpy(a[0].astype(np.uint16).view(np.uint8)).view(torch.float8_e4m3fn)
-                held[to] = floats.half().view(torch.int16).numpy().view(np.uint32).astype(np.uint64)
+                kind = torch.bfloat16 if "bf16" in name else torch.float16
+                held[to] = floats.to(kind).view(torch.int16).numpy().view(np.uint32).astype(np.uint64)
             case "cvt.f32.f16":
                 wide = torch.from_numpy(a[0].astype(np.uint16).view(np.int16)).view(torch.float16).float()
                 held[to] = wide.numpy().view(np.uint32).astype(np.uint64)
@@ -106,13 +110,13 @@ def run_ptx(text: str, *words: np.ndarray) -> list[np.ndarray]:
                 )
             case "prmt.b32":
                 both = a[0] | (a[1] << 32)
-                places = [(int(a[2][0]) >> (4 * i)) & 7 for i in range(4)]
-                held[to] = sum(((both >> np.uint64(8 * p)) & 255) << np.uint64(8 * i) for i, p in enumerate(places))
-            case "shr.u32":
-                held[to] = a[0] >> a[1]
-            case "lop3.b32":
-                assert int(given[3], 0) == 0xEA, "(a and b) or c"
-                held[to] = (a[0] & a[1]) | a[2]
+                places = [(int(a[2][0]) >> (4 * i)) & 15 for i in range(4)]
+                taken = [(both >> np.uint64(8 * (p & 7))) & 255 for p in places]
+                taken = [(t >> np.uint64(7)) * 255 if p & 8 else t for t, p in zip(taken, places, strict=True)]
+                held[to] = sum(t << np.uint64(8 * i) for i, t in enumerate(taken))
+            case "shr.u32" | "shr.s32":
+                kept = a[0].astype(np.uint32).view(np.int32 if "s32" in name else np.uint32)
+                held[to] = (kept >> a[1].astype(kept.dtype)).view(np.uint32).astype(np.uint64)
             case "fma.rn.bf16x2" | "fma.rn.f16x2":
                 kind = torch.bfloat16 if "bf16" in name else torch.float16
                 held[to] = fused(kind, *a)
@@ -128,26 +132,6 @@ def fused(kind: torch.dtype, *words: np.ndarray) -> np.ndarray:
     return exact.view(torch.int16).numpy().view(np.uint16).view(np.uint32).astype(np.uint64)
 
 
-def assembly(kind: str) -> str:
-    """The instructions of ``split_codes`` for a type."""
-    source = inspect.getsource(quantised_linear.split_codes.fn)
-    return next(t for t in re.findall(r'"""\{(.*?)\}"""', source, re.S) if ("bf16x2" in t) == (kind == "bfloat16"))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_four_bytes_at_a_time(dtype: torch.dtype) -> None:
-    """All bytes, at each of the four places of a word, give their two codes minus eight."""
-    rng = np.random.default_rng(0)
-    given = np.concatenate([np.tile(np.arange(256, dtype=np.uint8), 4), rng.integers(0, 256, 4096, dtype=np.uint8)])
-    rng.shuffle(given)
-    outs: Any = run_ptx(assembly(str(dtype).removeprefix("torch.")), given.view(np.uint32))
-    low, high = (
-        torch.from_numpy(np.stack(pair, 1).astype(np.uint32).view(np.int16)).view(dtype).flatten()
-        for pair in (outs[:2], outs[2:])
-    )
-    assert low.tolist() == [int(b & 15) - 8 for b in given] and high.tolist() == [int(b >> 4) - 8 for b in given]
-
-
 def values_of(words: list[np.ndarray], dtype: torch.dtype) -> Tensor:
     """The values of pairs of 16 bits, in the order of the bytes that they were taken from."""
     return torch.from_numpy(np.stack(words, 1).astype(np.uint32).view(np.int16)).view(dtype).flatten()
@@ -155,8 +139,8 @@ def values_of(words: list[np.ndarray], dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("high", [False, True])
 @pytest.mark.parametrize(("dtype", "text"), [
-    (torch.bfloat16, (weight_operands._LOW_BF16, weight_operands._HIGH_BF16)),
-    (torch.float16, (weight_operands._LOW_F16, weight_operands._HIGH_F16)),
+    (torch.bfloat16, (code_decoding._LOW_BF16, code_decoding._HIGH_BF16)),
+    (torch.float16, (code_decoding._LOW_F16, code_decoding._HIGH_F16)),
 ], ids=["bfloat16", "float16"])  # fmt: skip
 def test_codes_less_their_zero_points(dtype: torch.dtype, text: tuple[Any, Any], high: bool) -> None:
     """All bytes with all zero points: the operation that takes a code out of its number subtracts both exactly."""
@@ -169,10 +153,71 @@ def test_codes_less_their_zero_points(dtype: torch.dtype, text: tuple[Any, Any],
         assert found.tolist() == [float((b >> 4 if high else b & 15) - zero) for b in given.tolist()]
 
 
-def test_floats_become_bfloat16() -> None:
-    given = np.arange(256, dtype=np.uint8)
-    given = given[(given & 0x7F) != 0x7F]
-    given = np.append(given, given[:2]).astype(np.uint8)
-    text = re.findall(r'"""\{(.*?)\}"""', inspect.getsource(weight_operands.convert_to_bfloat16.fn), re.S)[0]
-    found = values_of(run_ptx(text, given.view(np.uint32)), torch.bfloat16)
-    assert torch.equal(found.float(), torch.from_numpy(given).view(torch.float8_e4m3fn).float())
+FLOATS = {
+    "float16 by bits": (code_decoding._BITS_F16, torch.float16, SHIFTED),
+    "bfloat16 by bits": (code_decoding._BITS_BF16, torch.bfloat16, SHIFTED),
+    "float16, converted": (code_decoding._CONVERTED_F16, torch.float16, 1.0),
+    "bfloat16, converted": (code_decoding._CONVERTED_BF16, torch.bfloat16, 1.0),
+    "bfloat16 by way of float32": (code_decoding._WIDENED_BF16, torch.bfloat16, 1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_floats_of_eight_bits(name: str) -> None:
+    """Every code at each place of a word, subnormals and both zeros included; one that is not finite, which no weight
+    holds, becomes 480 by bits and stays what it is where a card converts it.
+    """
+    text, dtype, factor = FLOATS[name]
+    given = np.tile(np.arange(256, dtype=np.uint8), 4 * 4)
+    np.random.default_rng(0).shuffle(given)
+    wanted = torch.from_numpy(given).view(torch.float8_e4m3fn).float()
+    if factor != 1:
+        wanted = torch.where(wanted.isnan(), torch.where(torch.from_numpy(given) > 127, -480.0, 480.0), wanted)
+    found = values_of(run_ptx(text.value, given.view(np.uint32)), dtype).float() * factor
+    assert torch.equal(found.isnan(), wanted.isnan())
+    finite = ~wanted.isnan()
+    assert torch.equal(found[finite], wanted[finite])
+    assert torch.equal(torch.signbit(found[finite]), torch.signbit(wanted[finite])), "zeros have signs"
+
+
+@pytest.mark.parametrize(("arch", "version", "way"), [
+    (80, "13.4", code_decoding.NO_CONVERSION), (89, "13.4", code_decoding.TO_FLOAT16),
+    (90, "13.4", code_decoding.TO_FLOAT16), (100, "13.1", code_decoding.TO_FLOAT16),
+    (100, "12.9", code_decoding.TO_FLOAT16), (100, "13.2", code_decoding.TO_BFLOAT16),
+    (121, "13.4", code_decoding.TO_BFLOAT16),
+])  # fmt: skip
+def test_a_card_converts_what_its_assembler_takes(
+    arch: int, version: str, way: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To bfloat16 from sm_100 and PTX 9.2 on, which is CUDA 13.2."""
+    compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+    monkeypatch.setattr(compiler, "get_ptxas", lambda arch: SimpleNamespace(version=version))
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    monkeypatch.setattr(tile_sizes, "arch_of", lambda device: arch)
+    code_decoding._ptx_version.cache_clear()
+    weight: Any = SimpleNamespace(kind=E4M3)
+    assert code_decoding.find_conversion(weight, torch.device("cpu")) == way
+    code_decoding._ptx_version.cache_clear()
+    weight.kind = INT4
+    assert code_decoding.find_conversion(weight, torch.device("cpu")) == code_decoding.NO_CONVERSION
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_float_in_a_kernel(dtype: torch.dtype, device: torch.device) -> None:
+    """All finite codes of e4m3: what a launch decodes for many rows, and what products of few rows that pick single
+    columns make of them.
+    """
+    given = torch.arange(256, dtype=torch.uint8)
+    given[(given & 0x7F) == 0x7F] = 0
+    codes = given.view(8, 32).t().repeat(2, 8)
+    q = QTensor(Scheme(8, "float", activations="none"), codes.contiguous().view(torch.float8_e4m3fn),
+                torch.ones(64, 1), None, 64, None, dtype)  # fmt: skip
+    w, values = packed(q, None, device), codes.contiguous().view(torch.float8_e4m3fn).float()
+    held = torch.empty(64, 64, dtype=dtype, device=device)
+    quantised_linear.decode_features(w, 0, 64, held)
+    assert torch.equal(held.cpu().float(), values)
+    x = torch.eye(64, dtype=dtype, device=device)[:8].contiguous()
+    assert torch.equal(quantised_linear.linear(x, w).cpu().float(), values.t()[:8])
+    fused = skinny_quantised_gemm.product(x, w, skinny_gemm.counters(device))
+    assert torch.equal(fused.cpu().float(), values.t()[:8])
+    assert len(values.t()[:8].unique()) == 253, "both zeros are one value"

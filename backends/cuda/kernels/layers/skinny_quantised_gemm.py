@@ -1,8 +1,9 @@
 """Products of few rows with quantised weights, fused with the operations around them as ``skinny_gemm`` fuses dense
 ones: norm and its sum, bias, SiLU product, residual.
 
-Codes are read once, as they are stored, and decoded on the way into the tensor cores (``quantised_linear``). Columns
-are cut, and pieces added, as in ``skinny_gemm``.
+Codes are read once, as they are stored, and decoded on the way into the tensor cores as their first operand: from
+shared memory to the registers in which a warp multiplies them, a word of four bytes at a time, so that rows of
+activations, the second operand, need no moves. Columns are cut, and pieces added, as in ``skinny_gemm``.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from trencadis.backends.cuda.kernels import quantised_linear, tile_sizes
+from trencadis.backends.cuda.kernels.code_decoding import decode_codes, find_conversion, is_packed
 from trencadis.backends.cuda.kernels.layers import dependent_launch, skinny_gemm
 from trencadis.backends.cuda.kernels.layers.dependent_launch import fetch, wait
 from trencadis.backends.cuda.kernels.layers.skinny_gemm import LINES, NormOf, _add_residual, _finish
-from trencadis.backends.cuda.kernels.weight_operands import decode_rows
 from trencadis.backends.cuda.weights.quantised_weight import INT4, SHIFTED, QuantisedWeight
 
 _INT4, _SHIFTED = tl.constexpr(INT4), tl.constexpr(SHIFTED)
@@ -28,6 +29,9 @@ PROGRAMS, LEAST_STEPS = 528, 2
 
 LINE = tl.constexpr(128)
 """Bytes of a line of the L2 cache."""
+
+FEW = 8
+"""Maximum rows of a launch whose tile has no more: half the work of 16 for each code, and loops of fewer registers."""
 
 
 def fits(w: QuantisedWeight) -> bool:
@@ -45,10 +49,12 @@ def step_of(w: QuantisedWeight) -> int:
 
 def tile_of(x: Tensor, w: QuantisedWeight, gate: bool) -> tile_sizes.Tile:
     """Returns the tile; m: rows, n: features. The table's ``head`` is the bits of a code, its ``group`` 1 for two
-    products, its ``length`` "narrow" for float16, whose weights are multiplied by the norm's.
+    products, its ``length`` "few" up to ``FEW`` rows, with more "narrow" for float16, whose weights are multiplied by
+    the norm's.
     """
     found, bits = tile_sizes.FORCED.get("coded_skinny"), 4 if w.kind == INT4 else 8
-    arch, length = tile_sizes.arch_of(x.device), "narrow" if x.dtype == torch.float16 else "wide"
+    length = "few" if len(x) <= FEW else "narrow" if x.dtype == torch.float16 else "wide"
+    arch = tile_sizes.arch_of(x.device)
     return found or tile_sizes.find("coded_skinny", arch, x.itemsize * 8, bits, int(gate), length)
 
 
@@ -78,8 +84,8 @@ def product(
         COLUMNS=w.columns, FEATURES=features, WIDTH=w.codes.shape[1], PIECES=cut, STEPS=each, KIND=w.kind,
         GROUP=w.group, ZERO=w.zero is not None, NORM=norm is not None,
         ADD=norm is not None and norm.residual is not None, GATE=gate, BIAS=w.bias is not None,
-        RESIDUAL=residual is not None, NARROW=x.dtype == torch.float16, PACKED=quantised_linear.is_packed(x.dtype),
-        CONVERTS=quantised_linear.converts(w, x.device), DEPENDENT=depends, M=tile.m, N=tile.n, STEP=step,
+        RESIDUAL=residual is not None, NARROW=x.dtype == torch.float16, PACKED=is_packed(x.dtype),
+        CONVERTS=find_conversion(w, x.device), DEPENDENT=depends, M=tile.m, N=tile.n, STEP=step,
         SPANS=spans,
         num_warps=tile.warps, num_stages=tile.stages, **dependent_launch.options(depends),
     )  # fmt: skip
@@ -279,7 +285,8 @@ def _coded_step(
     """Returns ``acc`` [N, M] plus the product of codes ``held`` [N, SIZE], of 4 bits the ``half`` of each byte, with
     ``value`` [M, SIZE].
     """
-    numbers = decode_rows(held, half, less, value.dtype, KIND, ZERO, PACKED, CONVERTS)
+    zero = less[:, None] if ZERO else less
+    numbers = decode_codes(held, half, zero, value.dtype, KIND, ZERO, PACKED, CONVERTS)
     if SCALED:
         numbers = numbers.to(weight.dtype) * weight[None, :]
     numbers = numbers.to(value.dtype)
