@@ -23,6 +23,7 @@ from torch import Tensor
 from trencadis.backends.cuda.kernels import tile_sizes
 from trencadis.backends.cuda.kernels.code_decoding import decode_codes, find_conversion, is_packed
 from trencadis.backends.cuda.kernels.gpu_platform import in_use
+from trencadis.backends.cuda.weights.decoded_pieces import DENSE_TILE, choose_piece
 from trencadis.backends.cuda.weights.quantised_weight import (
     E4M3,
     INT4,
@@ -43,12 +44,6 @@ PROGRAMS, LEAST_STEPS = 264, 4
 """Maximum programs of a launch of few rows, and fewest steps of one: two programs for each processor of an H100."""
 
 BLOCK = 1024
-
-DENSE_TILE = 64
-"""Features of a program that decodes a weight."""
-
-LIBRARY_TILE = 128, 256
-"""Rows and features of a program of a library's product, as cuBLAS has them for large products on an H100."""
 
 _INT8, _INT4, _E4M3 = tl.constexpr(INT8), tl.constexpr(INT4), tl.constexpr(E4M3)
 _SHIFTED = tl.constexpr(SHIFTED)
@@ -118,7 +113,7 @@ def tile_of(w: QuantisedWeight, rows: int, dtype: torch.dtype, device: torch.dev
 def _multiply_decoded(x: Tensor, w: QuantisedWeight, out: Tensor) -> Tensor:
     """Decodes a piece of the features at a time and multiplies by it."""
     most = DECODED_BYTES // (w.columns * x.itemsize)
-    each = choose_piece(x.shape[0], w.out_features, most, count_processors(x.device))
+    each = choose_piece(x.shape[0], w.out_features, w.columns, most, count_processors(x.device))
     scratch = x.new_empty(min(each, w.out_features), w.columns)
     for start in range(0, w.out_features, each):
         stop = min(start + each, w.out_features)
@@ -135,21 +130,6 @@ def count_processors(device: torch.device) -> int:
     """Returns the processors of a card; those of an H100 for a device that is none."""
     cards = in_use()
     return cards.processors(device) if device.type == cards.name else PROGRAMS // 2
-
-
-def choose_piece(rows: int, features: int, most: int, processors: int) -> int:
-    """Returns the features of a piece of at most ``most``: of those whose products by a library take the fewest waves
-    of programs over all pieces, the largest, since a wave that few programs fill takes as long as a full one.
-    """
-    high, wide = LIBRARY_TILE
-    tiles = -(-rows // high)
-
-    def count_waves(each: int) -> int:
-        whole, rest = divmod(features, each)
-        return whole * -(-tiles * -(-each // wide) // processors) + -(-tiles * -(-rest // wide) // processors)
-
-    sizes = range(wide, min(most, features + wide - 1) + 1, wide)
-    return min(sizes, key=lambda each: (count_waves(each), -each), default=max(most // DENSE_TILE, 1) * DENSE_TILE)
 
 
 def decode_features(w: QuantisedWeight, start: int, stop: int, out: Tensor) -> None:

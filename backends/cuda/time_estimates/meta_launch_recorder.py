@@ -31,6 +31,7 @@ from trencadis.backends.cuda.time_estimates.kernel_times import (
     ROWS,
     RecordedKernel,
 )
+from trencadis.backends.cuda.weights.decoded_pieces import choose_programs
 from trencadis.backends.cuda.weights.quantised_weight import E4M3, E5M2, INT4, INT8
 from trencadis.core.buckets import Bucket, Stage, verify_variant
 from trencadis.core.checkpoint.model_config import ModelConfig
@@ -50,11 +51,6 @@ META = torch.device("meta")
 
 CHUNK = 8192
 """Tokens of a launch of a prompt, at most."""
-
-LIBRARY_TILES = ((128, 256), (128, 128), (64, 128))
-"""Rows and columns of a program of a library's product: as cuBLAS has them for large products on an H100, and smaller
-ones, which it takes where large ones would leave processors without work.
-"""
 
 DECODING = {
     "coded_skinny_kernel": {INT4: 3.7, INT8: 4.1, E4M3: 3.6, E5M2: 3.6},
@@ -95,14 +91,6 @@ def check_grid(grid: tuple[int, ...], name: str = "") -> None:
     for axis, (count, most) in enumerate(zip(grid, GRID, strict=False)):
         if count > most:
             raise ValueError(f"{name}: {count} programs along axis {axis} of a grid, of at most {most}")
-
-
-def choose_programs(rows: int, columns: int, processors: int) -> int:
-    """Returns the programs of a library's product [rows, columns]: of the largest tile that gives every processor one,
-    or of the smallest.
-    """
-    counts = [-(-rows // m) * -(-columns // n) for m, n in LIBRARY_TILES]
-    return next((count for count in counts if count >= processors), counts[-1])
 
 
 class KernelRecorder:
@@ -164,7 +152,7 @@ class KernelRecorder:
         if name in PRODUCTS:
             x, w = positional[:2] if name == ROUNDED_PRODUCT else positional[-2:]
             rows, columns = x.shape[-2], w.shape[-1]
-            programs = choose_programs(rows, columns, self._processors)
+            programs = choose_programs(rows, columns, self._processors).count
             flops = 2 * rows * x.shape[-1] * columns
             rate = EIGHT_BITS if name == ROUNDED_PRODUCT else 1.0
             self.kernels.append(RecordedKernel(name, PRODUCT, moved, flops, programs=programs, rate=rate))

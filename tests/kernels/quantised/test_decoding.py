@@ -15,6 +15,7 @@ from triton import knobs
 from tests.kernels.quantised.test_quantised import normal, packed
 from trencadis.backends.cuda.kernels import code_decoding, quantised_linear, tile_sizes
 from trencadis.backends.cuda.kernels.layers import skinny_gemm, skinny_quantised_gemm
+from trencadis.backends.cuda.weights import decoded_pieces
 from trencadis.backends.cuda.weights.quantised_weight import E4M3, INT4, SHIFTED, dequantise
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_tensor import QTensor
@@ -48,21 +49,34 @@ def test_many_rows_multiply_by_decoded_pieces(
 
 
 @pytest.mark.parametrize(
-    ("rows", "features", "most"),
-    [(2048, 37_888, 4681), (2048, 4608, 4681), (8192, 3584, 4681), (256, 18_944, 900), (300, 130, 4000),
-     (512, 5000, 100)],
+    ("rows", "features", "columns", "most"),
+    [(2048, 37_888, 3584, 4681), (2048, 4608, 3584, 4681), (8192, 3584, 18_944, 885), (2048, 2048, 11_008, 1524),
+     (256, 18_944, 3584, 900), (300, 130, 64, 4000), (512, 5000, 2048, 100)],
 )  # fmt: skip
-def test_pieces_fill_waves_of_programs(rows: int, features: int, most: int) -> None:
-    """In whole tiles, as large as the scratch allows, and never in more waves than the largest piece takes."""
-    each = quantised_linear.choose_piece(rows, features, most, 132)
-    assert 0 < each <= max(most, 64) and each % (256 if most >= 256 else 64) == 0
+def test_pieces_fill_waves_of_programs(rows: int, features: int, columns: int, most: int) -> None:
+    """No other whole number of a library's tiles takes less time, launches included, of all that fit the scratch."""
+    each = decoded_pieces.choose_piece(rows, features, columns, most, 132)
+    assert 0 < each <= max(most, 64) and each % (128 if most >= 128 else 64) == 0
 
-    def waves(size: int) -> int:
-        tiles = [-(-rows // 128) * -(-min(size, features - start) // 256) for start in range(0, features, size)]
-        return sum(-(-n // 132) for n in tiles)
+    def seconds(size: int) -> float:
+        total = 0.0
+        for start in range(0, features, size):
+            piece = min(size, features - start)
+            tiles = [(-(-rows // m) * -(-piece // n), m * n) for m, n in ((128, 256), (128, 128), (64, 128))]
+            programs, values = next((t for t in tiles if t[0] >= 132), tiles[-1])
+            total += -(-programs // 132) * 2 * values * columns / (0.75 * 989e12 / 132) + 3e-6
+        return total
 
-    if most >= 256:
-        assert waves(each) == min(waves(size) for size in range(256, min(most, features + 255) + 1, 256))
+    if most >= 128:
+        best = min(seconds(size) for size in range(128, min(most, features + 127) + 1, 128))
+        assert seconds(each) <= 1.001 * best
+
+
+def test_pieces_of_a_narrow_weight_take_the_librarys_smaller_tiles() -> None:
+    """2,048 rows by 2,048 features: 1,280 at a time would be 160 programs of 128 x 128 in two waves, and a rest; 1,024
+    at a time are twice 256 programs of 64 x 128 in two waves of half the size.
+    """
+    assert decoded_pieces.choose_piece(2048, 2048, 11_008, 1524, 132) == 1024
 
 
 # The instructions, on the host
