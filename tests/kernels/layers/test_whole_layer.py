@@ -28,9 +28,13 @@ CASES = {
     "norms of heads": LayerCase((20, 1), changes={"qk_norm": True, "qkv_bias": False}),
     "columns are cut": LayerCase((9, 4), hidden=640, inner=320),
     "weights above one": LayerCase((9,), changes={"norm": RMS_ONE}),
+    "gates beside a window, heads of 24": LayerCase((70, 3), d=24, changes={"output_gate": True, "window": 24}),
 }  # fmt: skip
 
+GATED = {"output_gate": True, "qk_norm": True, "qkv_bias": False}
+
 SAMPLE = {
+    "the output is gated": LayerCase((33, 2, 520), group=3, changes=GATED),
     "long keys are cut and joined": LayerCase((520,), spare=0, kv_heads=1, hidden=32, inner=32),
     "a window, norms of heads, odd widths": LayerCase(
         (70, 3), hidden=88, inner=40, changes={"window": 24, "qk_norm": True, "qkv_bias": False}
@@ -104,8 +108,9 @@ def test_ranks_sum_before_the_stream_is_added(peers: bool, device: torch.device)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sixteen_bits(dtype: torch.dtype, device: torch.device) -> None:
-    case = LayerCase((40, 2), kv_heads=1, spare=0, dtype=dtype, changes={"qk_norm": True})
-    assert checked(case, device) <= TOLERANCE[dtype]
+    for changes in ({"qk_norm": True}, {"output_gate": True}):
+        case = LayerCase((40, 2), kv_heads=1, spare=0, dtype=dtype, changes=changes)
+        assert checked(case, device) <= TOLERANCE[dtype]
 
 
 def test_float16_takes_a_stream_near_its_largest_value(device: torch.device) -> None:

@@ -73,7 +73,7 @@ class LayerRun:
             return (torch.randn(*shape, generator=generator) * size).to(case.dtype)
 
         c, d = case, case.d
-        outputs = (c.group + 2) * c.kv_heads * d
+        outputs = (c.group * (1 + c.config.output_gate) + 2) * c.kv_heads * d
         heads = c.group * c.kv_heads * d
         self.weights = {
             "qkv": (random(outputs, c.hidden, size=c.hidden**-0.5), random(outputs, size=0.1)),

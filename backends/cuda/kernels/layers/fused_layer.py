@@ -70,8 +70,9 @@ class FusedLayer:
         shared = qkv, rotary, attention.kv
         numbers = attention.scale, attention.window[0] if attention.window else 0
         if isinstance(attn, SingleAttn):
-            return fused_decode_attention.attend(*shared, attn, *numbers, norms=norms), stream
-        return fused_verify_attention.attend(*shared, attn, *numbers, norms=norms, planned=self._planned), stream
+            return fused_decode_attention.attend(*shared, attn, *numbers, norms, attention.gated), stream
+        found = fused_verify_attention.attend(*shared, attn, *numbers, norms, attention.gated, self._planned)
+        return found, stream
 
     def _mix_states(self, x: Tensor, residual: Tensor | None, rows: RecurrentRows) -> tuple[Tensor, Tensor]:
         """Returns (gated DeltaNet before its output projection, the stream), and updates the states of the rows."""
@@ -143,7 +144,7 @@ def _has_plain_norms_and_mlp(layer: DecoderLayer) -> bool:
 
 def _fits(attention: Attention, x: Tensor) -> bool:
     """Returns True for attention whose kernels are fused, over a cache of the stream's dtype."""
-    if attention.gated or attention.sinks or attention.scales_queries:
+    if attention.sinks or attention.scales_queries:
         return False
     held = attention.kv
     return held.k_scale is None and held.k.dtype == x.dtype

@@ -16,7 +16,12 @@ from trencadis.backends.cuda.kernels import online_softmax, paged_attention, til
 from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn, SingleAttn
 from trencadis.backends.cuda.kernels.layers import dependent_launch
 from trencadis.backends.cuda.kernels.layers.dependent_launch import wait
-from trencadis.backends.cuda.kernels.layers.fused_decode_attention import HeadNorms, check_inputs, norm_and_rotate
+from trencadis.backends.cuda.kernels.layers.fused_decode_attention import (
+    HeadNorms,
+    check_inputs,
+    norm_and_rotate,
+    split_queries,
+)
 from trencadis.backends.cuda.kernels.paged_attention import QueryTile, attend_part, leave_part
 from trencadis.backends.cuda.kernels.paged_attention_loop import KeyRanges, PagedKeys
 from trencadis.backends.cuda.kernels.tile_sizes import Tile
@@ -28,21 +33,22 @@ NEW: tl.constexpr = tl.constexpr(16)
 
 def attend(
     qkv: Tensor, rotary: Rotary, kv: LayerKV, attn: ItemAttn, scale: float, window: int = 0,
-    norms: HeadNorms | None = None, planned: int = 0,
+    norms: HeadNorms | None = None, gated: bool = False, planned: int = 0,
 ) -> Tensor:  # fmt: skip
     """Computes attention [n, heads x d] of rows of any number of tokens; surplus tokens get 0, and store nothing.
 
     Args:
         qkv: [n, (heads + 2 x KV heads) x d], contiguous, of the cache's type; n is at most ``NEW``.
         window: keys that a token sees, itself included; 0: all.
+        gated: True if d values follow each query, whose sigmoid the head's output is multiplied by.
         planned: query heads per KV head by which ``attn`` was planned, if layers differ; 0: those of this layer.
     """
     n, (groups, d) = qkv.shape[0], kv.k.shape[2:]
-    heads = qkv.shape[1] // d - 2 * groups
+    q, gate = split_queries(qkv, groups, d, gated)
+    heads = q.shape[1]
     group = heads // groups
     assert len(qkv) <= NEW.value and not isinstance(attn, SingleAttn), "more tokens than the tile of new keys"
-    check_inputs(qkv, rotary, kv, attn, heads)
-    q = qkv[:, : heads * d].view(n, heads, d)
+    check_inputs(qkv, rotary, kv, attn, q)
     out = qkv.new_empty(n, heads, d)
     partial = paged_attention.partial(attn, q, kv)
     tile = _tile_of(q, group)
@@ -57,10 +63,11 @@ def attend(
         attn.block_start, attn.item_row, attn.item_token, attn.item_begin, attn.item_stop, attn.item_part,
         attn.context.shape[0], scale * online_softmax.LOG2E.value, norms.eps if norms else 0.0,
         GROUP=group, GROUPS=groups, D=d, LANES=tile_sizes.lanes(d), M=tile.m, N=tile.n, BLOCK=kv.k.shape[1],
-        TOKENS=each, SUBS=subs, PART=partial.weight.shape[3], WINDOW=window, NORMED=normed, DEPENDENT=depends,
+        TOKENS=each, SUBS=subs, PART=partial.weight.shape[3], WINDOW=window, NORMED=normed,
+        GATED=gated, DEPENDENT=depends,
         num_warps=tile.warps, num_stages=tile.stages, **dependent_launch.options(depends),
     )  # fmt: skip
-    paged_attention.join(partial, attn, q, kv, out, alike=False, depends=depends, planned=planned)
+    paged_attention.join(partial, attn, q, kv, out, alike=False, depends=depends, planned=planned, gate=gate)
     return out.view(n, heads * d)
 
 
@@ -78,9 +85,12 @@ def verify_items_kernel(
     item_row, item_token, item_begin, item_stop, item_part, rows, scale, eps,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, SUBS: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr,
-    NORMED: tl.constexpr, DEPENDENT: tl.constexpr,
+    NORMED: tl.constexpr, GATED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile of an item. ``rows`` includes the surplus row, which is the last and has no keys."""
+    PITCH: tl.constexpr = 2 * D if GATED else D
+    QUERIES: tl.constexpr = GROUPS * GROUP * PITCH
+    WIDTH: tl.constexpr = QUERIES + 2 * GROUPS * D
     if DEPENDENT:
         wait()
     group = tl.program_id(0) // SUBS
@@ -105,8 +115,8 @@ def verify_items_kernel(
     head = group * GROUP + lane % GROUP
     position = (start + tl.where(live, own, token)).to(tl.int64)
     turn = (position * D)[:, None]
-    source = qkv + turn * (GROUPS * GROUP + 2 * GROUPS)
-    queries = norm_and_rotate(source, head, live, cos + turn, sin + turn, q_norm, eps, D, LANES, NORMED, True)
+    source = qkv + (position * WIDTH)[:, None]
+    queries = norm_and_rotate(source, head * PITCH, live, cos + turn, sin + turn, q_norm, eps, D, LANES, NORMED, True)
     tile = QueryTile(queries, lane, live, position, own, head, token + sub // GROUP, below)
     reach = _stored_reach(tile, before, begin, limit, N, WINDOW)
     keys = PagedKeys(k + group * D, v + group * D, blocks + tl.load(block_start + row), reach.stop)
@@ -114,12 +124,12 @@ def verify_items_kernel(
     new = tl.arange(0, NEW)
     there = (new < below) & (before + new >= begin) & (before + new < limit)
     place = (start + tl.where(there, new, 0)).to(tl.int64)
-    key_head = GROUPS * GROUP + group + new * 0
+    key_at = QUERIES + group * D + new * 0
     turn = (place * D)[:, None]
-    source = qkv + turn * (GROUPS * GROUP + 2 * GROUPS)
-    key = norm_and_rotate(source, key_head, there, cos + turn, sin + turn, k_norm, eps, D, LANES, NORMED, True)
+    source = qkv + (place * WIDTH)[:, None]
+    key = norm_and_rotate(source, key_at, there, cos + turn, sin + turn, k_norm, eps, D, LANES, NORMED, True)
     inside = there[:, None] & (dim < D)[None, :]
-    value = tl.load(source + ((key_head + GROUPS) * D)[:, None] + dim[None, :], mask=inside, other=0.0)
+    value = tl.load(source + (key_at + GROUPS * D)[:, None] + dim[None, :], mask=inside, other=0.0)
     first_lane = (new - token) * GROUP  # the tile that has a token's first query stores its key
     stores = there & (first_lane >= sub) & (first_lane < sub + M)
     slot = tl.load(slot_map + place, mask=stores, other=0)
@@ -138,7 +148,11 @@ def verify_items_kernel(
     else:
         mean = online_softmax.finish(acc, total).to(out.dtype.element_ty)
         to = (position * (GROUPS * GROUP * D))[:, None] + (head * D)[:, None] + dim[None, :]
-        tl.store(out + to, mean, mask=live[:, None] & (dim < D)[None, :])
+        shown = live[:, None] & (dim < D)[None, :]
+        if GATED:
+            gate = qkv + (position * WIDTH + head * PITCH + D)[:, None] + dim[None, :]
+            mean = online_softmax.gate_mean(mean, gate, shown)
+        tl.store(out + to, mean, mask=shown)
 
 
 @triton.jit
