@@ -36,6 +36,7 @@ SAMPLE = {
     ),
 }
 CASES = {
+    "sinks, cut keys": LayerCase((530, 3), tokens=(3, 1), verify=3, changes={"sinks": True}),
     "gates, cut keys": LayerCase((530, 3), tokens=(3, 1), verify=3, changes={"output_gate": True}),
     "sixteen tokens of one row": LayerCase((3,), tokens=(16,), verify=16, spare=0),
     "sixteen rows": LayerCase(tuple(range(16)), tokens=(1,) * 16, verify=1, spare=0),

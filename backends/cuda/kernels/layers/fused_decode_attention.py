@@ -30,17 +30,29 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
-def attend(
-    qkv: Tensor, rotary: Rotary, kv: LayerKV, attn: SingleAttn, scale: float, window: int = 0,
-    norms: HeadNorms | None = None, gated: bool = False,
-) -> Tensor:  # fmt: skip
-    """Computes attention [n, heads x d] of rows of one token each; surplus tokens get 0, and store nothing.
+class AttentionForm(NamedTuple):
+    """How the heads of a layer attend.
 
     Args:
-        qkv: [n, (heads + 2 x KV heads) x d], contiguous, of the cache's type.
+        scale: factor of the scores.
         window: keys that a token sees, itself included; 0: all.
         gated: True if d values follow each query, whose sigmoid the head's output is multiplied by.
+        sinks: float32 [heads], a score of each that takes part in the softmax without a value; None: there are none.
     """
+
+    scale: float
+    window: int = 0
+    norms: HeadNorms | None = None
+    gated: bool = False
+    sinks: Tensor | None = None
+
+
+def attend(qkv: Tensor, rotary: Rotary, kv: LayerKV, attn: SingleAttn, form: AttentionForm) -> Tensor:
+    """Computes attention [n, heads x d] of rows of one token each; surplus tokens get 0, and store nothing.
+
+    ``qkv``: [n, (heads + 2 x KV heads) x d], with gates [n, 2 x (heads + KV heads) x d], contiguous, of the cache's type.
+    """
+    scale, window, norms, gated, sinks = form
     n, (groups, d) = qkv.shape[0], kv.k.shape[2:]
     q, gate = split_queries(qkv, groups, d, gated)
     heads = q.shape[1]
@@ -53,14 +65,16 @@ def attend(
     stages = max(tile.stages - (window > 0), 1)  # with all stages the loop at the window's edge spills on sm_90
     turned_items_kernel[(groups, attn.item_row.shape[0])](
         out, partial.values, partial.weight, qkv, rotary.cos, rotary.sin, norms.queries if norms else qkv,
-        norms.keys if norms else qkv, kv.k, kv.v, attn.slot_map, attn.row_start, attn.context, attn.blocks,
-        attn.block_start, attn.item_row, attn.item_token, attn.item_begin, attn.item_stop, attn.item_part,
-        attn.context.shape[0], scale * online_softmax.LOG2E.value, norms.eps if norms else 0.0,
+        norms.keys if norms else qkv, qkv if sinks is None else sinks, kv.k, kv.v, attn.slot_map, attn.row_start,
+        attn.context, attn.blocks, attn.block_start, attn.item_row, attn.item_token, attn.item_begin,
+        attn.item_stop, attn.item_part, attn.context.shape[0], scale * online_softmax.LOG2E.value,
+        norms.eps if norms else 0.0,
         GROUP=heads // groups, GROUPS=groups, D=d, LANES=tile_sizes.lanes(d), M=tile.m, N=tile.n, BLOCK=kv.k.shape[1],
-        PART=partial.weight.shape[3], WINDOW=window, NORMED=normed, GATED=gated, DEPENDENT=depends,
+        PART=partial.weight.shape[3], WINDOW=window, NORMED=normed, GATED=gated,
+        SINKS=sinks is not None, DEPENDENT=depends,
         num_warps=tile.warps, num_stages=stages, **dependent_launch.options(depends),
     )  # fmt: skip
-    paged_attention.join(partial, attn, q, kv, out, alike=False, depends=depends, gate=gate)
+    paged_attention.join(partial, attn, q, kv, out, alike=False, depends=depends, gate=gate, sinks=sinks)
     return out.view(n, heads * d)
 
 
@@ -85,11 +99,11 @@ def check_inputs(qkv: Tensor, rotary: Rotary, kv: LayerKV, attn: ItemAttn, q: Te
 
 @triton.jit(do_not_specialize=["rows", "eps"])
 def turned_items_kernel(
-    out, part, weight, qkv, cos, sin, q_norm, k_norm, k, v, slot_map, row_start, context, blocks, block_start,
+    out, part, weight, qkv, cos, sin, q_norm, k_norm, sinks, k, v, slot_map, row_start, context, blocks, block_start,
     item_row, item_token, item_begin, item_stop, item_part, rows, scale, eps,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     BLOCK: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Computes one item of a KV head. ``rows`` includes the surplus row, which is the last and has no keys."""
     PITCH: tl.constexpr = 2 * D if GATED else D
@@ -142,6 +156,8 @@ def turned_items_kernel(
     if part_at >= 0:
         leave_part(part, weight, (part_at.to(tl.int64) * GROUPS + group) * PART, tile, acc, peak, total, PART, D, LANES)
     else:
+        if SINKS:
+            total = online_softmax.add_sink(total, peak, tl.load(sinks + head, mask=live, other=0.0))
         mean = online_softmax.finish(acc, total).to(out.dtype.element_ty)
         to = position * (GROUPS * GROUP * D) + (head * D)[:, None] + dim[None, :]
         there = live[:, None] & (dim < D)[None, :]

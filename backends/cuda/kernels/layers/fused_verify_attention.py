@@ -17,7 +17,7 @@ from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn, SingleA
 from trencadis.backends.cuda.kernels.layers import dependent_launch
 from trencadis.backends.cuda.kernels.layers.dependent_launch import wait
 from trencadis.backends.cuda.kernels.layers.fused_decode_attention import (
-    HeadNorms,
+    AttentionForm,
     check_inputs,
     norm_and_rotate,
     split_queries,
@@ -32,17 +32,15 @@ NEW: tl.constexpr = tl.constexpr(16)
 
 
 def attend(
-    qkv: Tensor, rotary: Rotary, kv: LayerKV, attn: ItemAttn, scale: float, window: int = 0,
-    norms: HeadNorms | None = None, gated: bool = False, planned: int = 0,
+    qkv: Tensor, rotary: Rotary, kv: LayerKV, attn: ItemAttn, form: AttentionForm, planned: int = 0
 ) -> Tensor:  # fmt: skip
     """Computes attention [n, heads x d] of rows of any number of tokens; surplus tokens get 0, and store nothing.
 
     Args:
-        qkv: [n, (heads + 2 x KV heads) x d], contiguous, of the cache's type; n is at most ``NEW``.
-        window: keys that a token sees, itself included; 0: all.
-        gated: True if d values follow each query, whose sigmoid the head's output is multiplied by.
+        qkv: as for ``fused_decode_attention.attend``; n is at most ``NEW``.
         planned: query heads per KV head by which ``attn`` was planned, if layers differ; 0: those of this layer.
     """
+    scale, window, norms, gated, sinks = form
     n, (groups, d) = qkv.shape[0], kv.k.shape[2:]
     q, gate = split_queries(qkv, groups, d, gated)
     heads = q.shape[1]
@@ -59,15 +57,18 @@ def attend(
     normed = norms is not None
     verify_items_kernel[(groups * subs, attn.item_row.shape[0])](
         out, partial.values, partial.weight, qkv, rotary.cos, rotary.sin, norms.queries if norms else qkv,
-        norms.keys if norms else qkv, kv.k, kv.v, attn.slot_map, attn.row_start, attn.context, attn.blocks,
-        attn.block_start, attn.item_row, attn.item_token, attn.item_begin, attn.item_stop, attn.item_part,
-        attn.context.shape[0], scale * online_softmax.LOG2E.value, norms.eps if norms else 0.0,
+        norms.keys if norms else qkv, qkv if sinks is None else sinks, kv.k, kv.v, attn.slot_map, attn.row_start,
+        attn.context, attn.blocks, attn.block_start, attn.item_row, attn.item_token, attn.item_begin,
+        attn.item_stop, attn.item_part, attn.context.shape[0], scale * online_softmax.LOG2E.value,
+        norms.eps if norms else 0.0,
         GROUP=group, GROUPS=groups, D=d, LANES=tile_sizes.lanes(d), M=tile.m, N=tile.n, BLOCK=kv.k.shape[1],
         TOKENS=each, SUBS=subs, PART=partial.weight.shape[3], WINDOW=window, NORMED=normed,
-        GATED=gated, DEPENDENT=depends,
+        GATED=gated, SINKS=sinks is not None, DEPENDENT=depends,
         num_warps=tile.warps, num_stages=tile.stages, **dependent_launch.options(depends),
     )  # fmt: skip
-    paged_attention.join(partial, attn, q, kv, out, alike=False, depends=depends, planned=planned, gate=gate)
+    paged_attention.join(
+        partial, attn, q, kv, out, alike=False, depends=depends, planned=planned, gate=gate, sinks=sinks
+    )
     return out.view(n, heads * d)
 
 
@@ -81,11 +82,11 @@ def _tile_of(q: Tensor, group: int) -> Tile:
 
 @triton.jit(do_not_specialize=["rows", "eps"])
 def verify_items_kernel(
-    out, part, weight, qkv, cos, sin, q_norm, k_norm, k, v, slot_map, row_start, context, blocks, block_start,
+    out, part, weight, qkv, cos, sin, q_norm, k_norm, sinks, k, v, slot_map, row_start, context, blocks, block_start,
     item_row, item_token, item_begin, item_stop, item_part, rows, scale, eps,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, SUBS: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr,
-    NORMED: tl.constexpr, GATED: tl.constexpr, DEPENDENT: tl.constexpr,
+    NORMED: tl.constexpr, GATED: tl.constexpr, SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile of an item. ``rows`` includes the surplus row, which is the last and has no keys."""
     PITCH: tl.constexpr = 2 * D if GATED else D
@@ -146,6 +147,8 @@ def verify_items_kernel(
     if part_at >= 0:
         leave_part(part, weight, (part_at.to(tl.int64) * GROUPS + group) * PART, tile, acc, peak, total, PART, D, LANES)
     else:
+        if SINKS:
+            total = online_softmax.add_sink(total, peak, tl.load(sinks + head, mask=live, other=0.0))
         mean = online_softmax.finish(acc, total).to(out.dtype.element_ty)
         to = (position * (GROUPS * GROUP * D))[:, None] + (head * D)[:, None] + dim[None, :]
         shown = live[:, None] & (dim < D)[None, :]
