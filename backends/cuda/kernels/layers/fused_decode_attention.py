@@ -50,7 +50,7 @@ class AttentionForm(NamedTuple):
 def attend(qkv: Tensor, rotary: Rotary, kv: LayerKV, attn: SingleAttn, form: AttentionForm) -> Tensor:
     """Computes attention [n, heads x d] of rows of one token each; surplus tokens get 0, and store nothing.
 
-    ``qkv``: [n, (heads + 2 x KV heads) x d], with gates [n, 2 x (heads + KV heads) x d], contiguous, of the cache's type.
+    ``qkv``: [n, (heads + 2 x KV heads) x d], with gates [n, 2 x (heads + KV heads) x d], contiguous, of kv's type.
     """
     scale, window, norms, gated, sinks = form
     n, (groups, d) = qkv.shape[0], kv.k.shape[2:]

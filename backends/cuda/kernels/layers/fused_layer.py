@@ -16,6 +16,7 @@ from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn, SingleA
 from trencadis.backends.cuda.kernels.layers import (
     fused_decode_attention,
     fused_verify_attention,
+    rounded_rows,
     skinny_gemm,
     skinny_quantised_gemm,
 )
@@ -37,7 +38,8 @@ class FusedLayer:
     They are qkv, attention and its join, output, gate and up, down; ranks are summed after output and after down. Rows
     have one token each, or any number of them, as in VERIFY. In a layer of gated DeltaNet, whose rows have one token
     each, the product of the gates, the convolution and the rest up to the output take the place of attention and join.
-    Experts, and an MLP that ``can_fuse_mlp`` refuses, run op by op behind them.
+    A product whose activations are rounded has one launch more, which also norms. Experts, and an MLP that
+    ``can_fuse_mlp`` refuses, run op by op behind them.
 
     Args:
         planned: query heads per KV head by which launches were planned, if layers differ; 0: those of the layer.
@@ -114,6 +116,9 @@ def multiply(
     """Multiplies by the single weight of a layer that ``can_fuse`` accepted (``skinny_gemm.product``)."""
     weight = linear.weights[0]
     if isinstance(weight, QuantisedWeight):
+        if weight.rounds:
+            codes, scales = rounded_rows.round_rows(x, weight.kind, norm)
+            return skinny_quantised_gemm.product(codes, weight, arrived, None, gate, residual, scales)
         return skinny_quantised_gemm.product(x, weight, arrived, norm, gate, residual)
     assert isinstance(weight, PlainWeight)
     return skinny_gemm.product(x, weight, arrived, norm, gate, residual)
@@ -167,7 +172,7 @@ def _take(x: Tensor, *linears: Linear) -> bool:
 
 def _takes(linear: Linear, x: Tensor) -> bool:
     """Returns True for a single weight whose rows begin on 16 bytes, within the number of counters: a dense one of x's
-    dtype, or codes that are multiplied without rounding activations.
+    dtype, or codes.
     """
     if len(linear.weights) != 1:
         return False
