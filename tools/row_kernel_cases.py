@@ -19,8 +19,8 @@ from trencadis.backends.cuda.kernels import (
     tile_sizes,
 )
 from trencadis.backends.cuda.kernels import fused_moe as expert_products
-from trencadis.backends.cuda.kernels.layers import skinny_gemm, skinny_quantised_gemm
-from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
+from trencadis.backends.cuda.kernels.layers import rounded_rows, skinny_gemm, skinny_quantised_gemm
+from trencadis.backends.cuda.weights.quantised_weight import E4M3, QuantisedWeight, pack_quantised_weight
 from trencadis.core.device.backend import AdapterWeights, HeadTensors, ResetTensors, SamplerState
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
@@ -112,6 +112,7 @@ SCHEMES = {
     "int8 by int8": Scheme(8, activations="token"),
     "fp8": Scheme(8, "float"),
 }
+ROUNDED_FLOATS = Scheme(8, "float", activations="token")
 
 
 def products(arch: int) -> Iterator[Case]:
@@ -137,6 +138,36 @@ def products(arch: int) -> Iterator[Case]:
                 held = torch.empty(256, w.columns, dtype=dtype)
                 yield f"{name}, decoded", lambda w=w, held=held: quantised_linear.decode_features(w, 0, 256, held)
             yield from fused_products(name, w, dtype)
+    for label, scheme in {"int8 by int8": SCHEMES["int8 by int8"], "fp8 by fp8": ROUNDED_FLOATS}.items():
+        codes = torch.zeros(256, 1024, dtype=torch.float8_e4m3fn if scheme.kind == "float" else torch.int8)
+        q = QTensor(scheme, codes, torch.ones(256, 1), None, 1024, None, torch.bfloat16)
+        w = pack_quantised_weight(q, None, arch)
+        if w.rounds:  # 8-bit floats from sm_89 on
+            yield from rounded_products(f"bfloat16 {label}", w)
+
+
+def rounded_products(name: str, w: QuantisedWeight) -> Iterator[Case]:
+    """Those of decoder layers behind rounded activations, 16 rows and 8, and the rounding behind a norm and alone, of
+    wide rows.
+    """
+    arrived = ints(skinny_gemm.COUNTERS)
+    for rows in (skinny_gemm.FEW, skinny_quantised_gemm.FEW):
+        x, out = (torch.empty(rows, width, dtype=torch.bfloat16) for width in (w.in_features, w.out_features))
+        few = ", 8 rows" if rows == skinny_quantised_gemm.FEW else ""
+        codes = x.half() if w.kind == E4M3 else x
+        for part, gate, residual in (("gate and up", True, None), ("down", False, out)):
+
+            def run(
+                codes: Tensor = codes, x: Tensor = x, gate: bool = gate, residual: Tensor | None = residual
+            ) -> None:
+                scales = torch.empty(len(x))
+                skinny_quantised_gemm.product(codes, w, arrived, None, gate, residual, scales, x.dtype)
+
+            yield f"{name}, {part}{few}", run
+    x, wide = (torch.empty(16, width, dtype=torch.bfloat16) for width in (w.in_features, 18_944))
+    norm = skinny_gemm.NormOf(x[0], 1e-6, x, torch.empty_like(x))
+    yield f"{name}, rounded behind a norm", lambda: (rounded_rows.round_rows(x, w.kind, norm), None)[1]
+    yield f"{name}, rounded", lambda: (rounded_rows.round_rows(wide, w.kind), None)[1]
 
 
 def fused_products(name: str, w: QuantisedWeight, dtype: torch.dtype) -> Iterator[Case]:

@@ -93,13 +93,13 @@ class LaunchParts(NamedTuple):
 
 def make_parts(
     x: Tensor, features: int, columns: int, step: int, arrived: Tensor, norm: NormOf | None, gate: bool,
-    tile: tile_sizes.Tile, most: int,
+    tile: tile_sizes.Tile, most: int, dtype: torch.dtype | None = None,
 ) -> LaunchParts:  # fmt: skip
     """Makes the parts of a launch that multiplies x [n, in] by ``columns`` columns, ``step`` at a time, in at most
-    ``most`` pieces.
+    ``most`` pieces; the result has ``dtype``, or x's.
     """
     n = x.shape[0]
-    out = x.new_empty(n, features)
+    out = x.new_empty(n, features, dtype=dtype)
     count, steps = -(-features // tile.n), -(-columns // step)
     each = -(-steps // most)
     cut = -(-steps // each)
