@@ -198,13 +198,10 @@ def decode_floats(held, dtype: tl.constexpr, CONVERTS: tl.constexpr):
     the card CONVERTS them.
     """
     if dtype == tl.bfloat16:
-        if CONVERTS == _TO_BFLOAT16:
-            text: tl.constexpr = _CONVERTED_BF16
-        elif CONVERTS:
-            text: tl.constexpr = _WIDENED_BF16
-        else:
-            text: tl.constexpr = _BITS_BF16
-        codes = tl.inline_asm_elementwise(text, "=r,=r,r", [held], dtype=tl.bfloat16, is_pure=True, pack=4)
+        wide: tl.constexpr = _CONVERTED_BF16 if CONVERTS == _TO_BFLOAT16 else _WIDENED_BF16
+        codes = tl.inline_asm_elementwise(
+            wide if CONVERTS else _BITS_BF16, "=r,=r,r", [held], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
     else:
         codes = tl.inline_asm_elementwise(
             _CONVERTED_F16 if CONVERTS else _BITS_F16, "=r,=r,r", [held], dtype=tl.float16, is_pure=True, pack=4

@@ -153,7 +153,7 @@ class KernelRecorder:
         if name in PRODUCTS:
             x, w = positional[:2] if name == ROUNDED_PRODUCT else positional[-2:]
             rows, columns = x.shape[-2], w.shape[-1]
-            programs = choose_programs(rows, columns, self._processors).count
+            programs = choose_programs(rows, columns, self._processors).programs
             flops = 2 * rows * x.shape[-1] * columns
             rate = EIGHT_BITS if name == ROUNDED_PRODUCT else 1.0
             self.kernels.append(RecordedKernel(name, PRODUCT, moved, flops, programs=programs, rate=rate))

@@ -27,7 +27,7 @@ its share of three quarters of the 989 TFLOPS of an H100.
 class LibraryPrograms(NamedTuple):
     """Programs of a library's product, and the values of the result that each computes."""
 
-    count: int
+    programs: int
     values: int
 
 
@@ -36,7 +36,7 @@ def choose_programs(rows: int, features: int, processors: int) -> LibraryProgram
     or of the smallest.
     """
     made = [LibraryPrograms(-(-rows // m) * -(-features // n), m * n) for m, n in LIBRARY_TILES]
-    return next((one for one in made if one.count >= processors), made[-1])
+    return next((one for one in made if one.programs >= processors), made[-1])
 
 
 @lru_cache(4096)
@@ -53,8 +53,8 @@ def choose_piece(rows: int, features: int, columns: int, most: int, processors: 
 
     def count_products(piece: int) -> int:
         """Multiplications of a processor in the waves of one piece, its idle time included."""
-        programs = choose_programs(rows, piece, processors)
-        return -(-programs.count // processors) * programs.values * columns + PIECE_PRODUCTS
+        programs, values = choose_programs(rows, piece, processors)
+        return -(-programs // processors) * values * columns + PIECE_PRODUCTS
 
     def count_all(each: int) -> int:
         whole, rest = divmod(features, each)
