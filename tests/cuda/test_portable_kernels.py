@@ -19,7 +19,7 @@ from triton import knobs
 
 from trencadis.backends.cuda.kernels import code_decoding, gpu_platform, tile_sizes
 from trencadis.backends.cuda.kernels.gpu_platform import Accelerator
-from trencadis.backends.cuda.kernels.layers import dependent_launch
+from trencadis.backends.cuda.kernels.layers import dependent_launch, skinny_quantised_gemm
 from trencadis.backends.cuda.weights.quantised_weight import E4M3
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +98,17 @@ def test_other_cards_are_never_asked_for_ptx(accelerator: type[Accelerator], mon
         dependent_launch.possible(torch.device("cpu")),
     )  # fmt: skip
     assert set(asked) == {accelerator is Accelerator}
+
+
+@pytest.mark.parametrize(("accelerator", "rows"), [(Accelerator, 8), (Xpu, 16)])
+def test_products_of_other_cards_have_sixteen_rows(
+    accelerator: type[Accelerator], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's least product of NVIDIA's cards has eight, that of others may have more."""
+    weight: Any = SimpleNamespace(kind=E4M3)
+    monkeypatch.setattr(tile_sizes, "arch_of", lambda device: 90)
+    monkeypatch.setattr(gpu_platform._Chosen, "accelerator", accelerator())
+    assert skinny_quantised_gemm.tile_of(torch.empty(1, 64, dtype=torch.bfloat16), weight, False).m == rows
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trencadis.backends.cuda.kernels import quantised_linear, tile_sizes
 from trencadis.backends.cuda.kernels.code_decoding import decode_codes, find_conversion, is_packed
+from trencadis.backends.cuda.kernels.gpu_platform import in_use
 from trencadis.backends.cuda.kernels.layers import dependent_launch, skinny_gemm
 from trencadis.backends.cuda.kernels.layers.dependent_launch import fetch, wait
 from trencadis.backends.cuda.kernels.layers.skinny_gemm import LINES, NormOf, _add_residual, _finish
@@ -51,7 +52,8 @@ def tile_of(x: Tensor, w: QuantisedWeight, gate: bool) -> tile_sizes.Tile:
     the norm's.
     """
     found, bits = tile_sizes.FORCED.get("coded_skinny"), 4 if w.kind == INT4 else 8
-    length = "few" if len(x) <= FEW else "narrow" if x.dtype == torch.float16 else "wide"
+    few = len(x) <= FEW and in_use().runs_ptx  # NVIDIA's products have 8 rows at the least, others' perhaps 16
+    length = "few" if few else "narrow" if x.dtype == torch.float16 else "wide"
     arch = tile_sizes.arch_of(x.device)
     return found or tile_sizes.find("coded_skinny", arch, x.itemsize * 8, bits, int(gate), length)
 
