@@ -32,6 +32,9 @@ SLAB, PIECES, JOIN_WARPS = 8, 4, 4
 a time, each query has a warp: with fewer, heads of 80 spill on sm_100.
 """
 
+PIECES_WIDE = 2
+"""Pieces that it joins in one step of heads above 256, with a warp for each query: more do not fit the registers."""
+
 PIECES_SINGLE = 32
 """Pieces that it joins in one step if a program has one query."""
 
@@ -113,13 +116,15 @@ def join(
     each = 1 if single else max(block_lanes(attn, tokens, alike) // (planned or group), 1)
     slab = 1 if single else SLAB
     slabs = -(-each * group // slab)
+    wide = d > 256 and not single
     join_kernel[(groups * slabs, attn.join_row.shape[0])](
         out, partial.values, partial.weight, attn.row_start, attn.join_row, attn.join_token, attn.join_part,
         partial.weight if sinks is None else sinks, out if gate is None else gate,
         GROUP=group, D=d, LANES=tile_sizes.lanes(d), TOKENS=each, PART=partial.weight.shape[3], SLAB=slab, SLABS=slabs,
-        PIECES=1 if alike else PIECES_SINGLE if single else PIECES, OUT_TOKEN=out.stride(0), DEPENDENT=depends,
-        SINKS=sinks is not None, GATE_TOKEN=0 if gate is None else gate.stride(0),
-        num_warps=SLAB if alike else JOIN_WARPS, **dependent_launch.options(depends),
+        PIECES=1 if alike else PIECES_SINGLE if single else PIECES_WIDE if wide else PIECES,
+        OUT_TOKEN=out.stride(0), DEPENDENT=depends, SINKS=sinks is not None,
+        GATE_TOKEN=0 if gate is None else gate.stride(0),
+        num_warps=SLAB if alike or wide else JOIN_WARPS, **dependent_launch.options(depends),
     )  # fmt: skip
 
 
