@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from trencadis.backends.cpu.expert_mlp import RoutedTokens
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cpu.sampler import accepted_slots, apply_penalties, draw, sample_full
 from trencadis.backends.hpu.attention import (
@@ -35,6 +36,7 @@ from trencadis.backends.hpu.fused_experts import (
     check_fp8_experts,
     list_experts,
     list_fp8_experts,
+    route_by_topk,
     run_listed_experts,
     run_listed_fp8_experts,
 )
@@ -204,6 +206,9 @@ class HpuOps(JoinedAdapterOps, StaticRecurrentOps, ReferenceOps):
         if not self.fused_fp8_experts or biases is not None:
             return None
         return list_fp8_experts(gate_up, down, self.bridge.fp8_top, self.bridge.device)
+
+    def route_tokens(self, scores: Tensor, top: int, normalise: bool) -> RoutedTokens:
+        return route_by_topk(scores, top, normalise)
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
         if isinstance(w, ListedFp8Experts):
