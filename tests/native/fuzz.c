@@ -58,7 +58,7 @@ static void fuzz_rows(void) {
         int64_t best = 0;
         for (int64_t i = 0; i < width; i++) {
             const int64_t at = r * width + i, top = r * width + best;
-            const float y = value_of(x, at, type), most = value_of(x, top, type);
+            const float y = value_at(x, at, type), most = value_at(x, top, type);
             if (most == most && (y != y || y > most)) best = i;
         }
         if (((int64_t *)out)[r] != best) fail("the best of a row is another one");
@@ -323,7 +323,7 @@ static void fuzz_dense(void) {
         float most = 0;
         for (int64_t o = 0; o < real; o++) {
             const int64_t place = r * outputs + o;
-            const float y = value_of(out, place, type);
+            const float y = value_at(out, place, type);
             if (!o || (most == most && (y != y || y > most))) top = o, most = y;
         }
         if (0x7fffffff - (best[r] & 0xffffffff) != top) fail("the best output is not that of the product");

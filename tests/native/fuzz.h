@@ -18,7 +18,6 @@ int team(void);                             /* threads of a launch */
 
 int64_t size_of(int64_t type);
 float widened(uint16_t bits);
-float value_of(const void *x, int64_t i, int64_t type);
 
 void *room(int64_t bytes, int lines);
 void drop(void);

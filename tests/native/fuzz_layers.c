@@ -31,7 +31,7 @@ static void route(const Experts *p, const void *scores, int64_t row, int64_t typ
     float values[MOST], largest = -INFINITY, total = 0, taken = 0;
     int used[MOST] = {0};
     for (int64_t i = 0; i < p->count; i++) {
-        values[i] = value_of(scores, row * p->count + i, type);
+        values[i] = value_at(scores, row * p->count + i, type);
         if (values[i] > largest) largest = values[i];
     }
     for (int64_t i = 0; i < p->count; i++) total += expf(values[i] - largest);
@@ -66,12 +66,12 @@ static void check_row(const Experts *p, const char *x, const void *scores, int64
         trencadis_panels_rows((int)p->act, wide, NULL, NULL, inner, 1, p->inner, 0, (int)p->type, kind, 1);
         multiply(p, p->down[chosen[k]], inner, made, p->inner, p->hidden);
         for (int64_t i = 0; i < p->hidden; i++) {
-            const float one = rounded(value_of(made, i, p->type) * rounded(shares[k], p->type), p->type);
+            const float one = rounded(value_at(made, i, p->type) * rounded(shares[k], p->type), p->type);
             sum[i] = k ? rounded(sum[i] + one, p->type) : one;
         }
     }
     for (int64_t i = 0; i < p->hidden; i++) {
-        const float found = value_of(out, row * p->hidden + i, p->type);
+        const float found = value_at(out, row * p->hidden + i, p->type);
         if (found != sum[i] && (found == found || sum[i] == sum[i])) fail("a row is not the sum of its best experts");
     }
 }
@@ -131,9 +131,9 @@ static void run_parts(const DeltaNet *p) {
     trencadis_convolve(&c, kind, 1);
     for (int64_t i = 0; i < p->tokens * p->heads; i++) {
         const int64_t head = i % p->heads, at = i / p->heads * p->gates_row + p->heads * p->dv + head;
-        const float a = value_of(p->gates, at + p->heads, type) + p->shift[head];
+        const float a = value_at(p->gates, at + p->heads, type) + p->shift[head];
         g[i] = p->decay[head] * (a > 20 ? a : log1pf(expf(a)));
-        beta[i] = 1 / (1 + expf(-value_of(p->gates, at, type)));
+        beta[i] = 1 / (1 + expf(-value_at(p->gates, at, type)));
     }
     const Delta d = {.q = mixed, .k = mixed + keys * size, .v = mixed + 2 * keys * size, .g = g, .beta = beta,
                      .state = p->state, .out = y, .rows = p->rows, .q_row = channels, .k_row = channels,

@@ -37,11 +37,6 @@ static float from_bits(uint32_t bits) {
 
 float widened(uint16_t bits) { return from_bits((uint32_t)bits << 16); }
 
-/* A value of FLOAT32 or BFLOAT16. */
-float value_of(const void *x, int64_t i, int64_t type) {
-    return type == FLOAT32 ? ((const float *)x)[i] : widened(((const uint16_t *)x)[i]);
-}
-
 static float some_float(int wild) {
     if (!wild || draw(40)) return ((float)draw(20001) - 10000) / 4096;
     switch (draw(8)) {

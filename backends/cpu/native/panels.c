@@ -132,8 +132,6 @@ static void multiply_work(void *data, int64_t first, int64_t last, int64_t threa
         call->kernels->multiply(call->product, first, last);
 }
 
-static int64_t aligned(int64_t bytes) { return (bytes + 63) & ~(int64_t)63; }
-
 /* Returns `bytes` bytes at a multiple of 64: `few`, of FEW, if they suffice; else from malloc, and *big is to be freed;
    NULL if memory is lacking. */
 static char *take_memory(int64_t bytes, char *few, void **big) {
