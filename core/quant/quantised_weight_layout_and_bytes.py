@@ -208,15 +208,15 @@ def _codes_bytes(scheme: Scheme, rows: int, columns: int, itemsize: int, whole: 
 
 
 def _panel_bytes(scheme: Scheme, rows: int, columns: int, whole: int) -> int:
-    """Returns the bytes of whole panels: codes, a factor per row, 2 bytes per group, one per zero point, and 4
-    bytes per reordered column.
+    """Returns the bytes of whole panels: codes, a factor per row, 2 bytes per group (4-bit floats: 1), one per zero
+    point, and 4 bytes per reordered column.
     """
     kept = _share(scheme, columns, whole) or panel_columns(
         columns, _whole_group(scheme, columns, whole), scheme.ordered
     )
     groups = groups_of(kept.columns, kept.group)
     each = kept.columns * (4 if scheme.fp4 else scheme.bits) // 8 + FACTOR
-    each += 2 * groups if kept.group or scheme.fp4 else 0
+    each += groups if scheme.fp4 else 2 * groups if kept.group else 0
     each += 0 if scheme.symmetric else groups
     return fill_up(rows, PANEL) * each + (4 * kept.columns if kept.gathered else 0)
 

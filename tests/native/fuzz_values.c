@@ -90,23 +90,27 @@ void equal(const void *a, const void *b, int64_t bytes, const char *what) {
     if (memcmp(a, b, (size_t)bytes)) fail(what);
 }
 
+#define BLOCK 32 /* values of a group of MXFP4 */
+
 /* Codes of a weight [rows][inputs]: of 8 bits, of 4, or (`looked`) of 4 bits in a table. */
 void some_codes(PanelWeight *w, int64_t rows, int64_t inputs, int64_t type, int looked) {
-    const int64_t bits = looked || draw(2) ? 4 : 8, columns = (inputs + STEP - 1) / STEP * STEP;
-    const int64_t panels = (rows + PANEL - 1) / PANEL;
-    *w = (PanelWeight){.rows = rows, .inputs = inputs, .columns = columns, .bits = bits,
-                       .group = draw(2) ? columns : STEP * between(1, columns / STEP)};
+    const int64_t bits = looked || draw(2) ? 4 : 8, whole = draw(3) ? STEP : BLOCK;
+    const int64_t columns = (inputs + whole - 1) / whole * whole, panels = (rows + PANEL - 1) / PANEL;
+    *w = (PanelWeight){.rows = rows, .inputs = inputs, .columns = columns, .bits = bits};
+    w->group = whole == BLOCK ? BLOCK : draw(2) ? columns : STEP * between(1, columns / STEP);
     const int64_t groups = groups_of(w), held_bytes = panels * columns * PANEL * bits / 8;
     uint8_t *codes = room(held_bytes, 0), *zero = room(panels * groups * PANEL, 0);
     for (int64_t i = 0; i < held_bytes; i++) codes[i] = (uint8_t)draw(256);
     for (int64_t i = 0; i < panels * groups * PANEL; i++) zero[i] = (uint8_t)draw(bits == 8 ? 256 : 16);
     w->codes = codes, w->factor = some(panels * PANEL, FLOAT32, 0);
-    w->scale = looked || groups > 1 || draw(2) ? some(panels * groups * PANEL, FLOAT16, 0) : NULL;
+    w->scale = groups > 1 || draw(2) ? some(panels * groups * PANEL, FLOAT16, 0) : NULL;
     w->middle = bits == 8 ? 128 : draw(16);
     if (looked) {
-        uint8_t *values = room(16, 0);
+        uint8_t *values = room(16, 0), *exponents = room(panels * groups * PANEL, 0);
         for (int i = 0; i < 16; i++) values[i] = (uint8_t)draw(32);
-        w->values = values;
+        for (int64_t i = 0; i < panels * groups * PANEL; i++)
+            exponents[i] = (uint8_t)(draw(20) ? 127 - draw(12) : draw(128));
+        w->values = values, w->scale = exponents;
     }
     w->zero = draw(2) ? zero : NULL, w->bias = draw(2) ? some(rows, type, 1) : NULL;
     if (draw(3) == 0) {

@@ -18,7 +18,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define PANELS_VERSION 18
+#define PANELS_VERSION 19
 #define PANEL 16
 #define STEP 8 /* columns must be a multiple of this */
 #define CHUNK 256  /* keys of a row that one thread attends to at a time */
@@ -40,7 +40,8 @@ enum {
 
 typedef struct {
     const uint8_t *codes;  /* [panels][columns * bits / 8 * 16] */
-    const uint16_t *scale; /* float16 [panels][groups][16]; NULL: one group, whose scale is the factor */
+    const void *scale;     /* [panels][groups][16]: float16, or with `values` exponents of powers of two, in bytes, plus
+                              127, where 0 is a scale of zero; NULL: one group, whose scale is the factor */
     const uint8_t *zero;   /* [panels][groups][16]; NULL: the middle code */
     const float *factor;   /* [panels][16] */
     const int32_t *gather; /* [columns]: the input's column, or -1 for a zero; NULL: in order, then zeros */
