@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.expert_mlp import RoutedTokens
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cpu.sampler import accepted_slots, apply_penalties, draw, sample_full
 from trencadis.backends.hpu.attention import (
@@ -207,8 +206,7 @@ class HpuOps(JoinedAdapterOps, StaticRecurrentOps, ReferenceOps):
             return None
         return list_fp8_experts(gate_up, down, self.bridge.fp8_top, self.bridge.device)
 
-    def route_tokens(self, scores: Tensor, top: int, normalise: bool) -> RoutedTokens:
-        return route_by_topk(scores, top, normalise)
+    route_tokens = staticmethod(route_by_topk)
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
         if isinstance(w, ListedFp8Experts):
