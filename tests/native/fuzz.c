@@ -12,7 +12,7 @@
 #include <stdio.h>
 
 static void fuzz_linear(void) {
-    const int64_t type = between(0, 2), rows = between(1, draw(4) ? 70 : 600), size = size_of(type);
+    const int64_t type = between(0, 2), rows = between(1, draw(4) ? 70 : draw(4) ? 600 : 2400), size = size_of(type);
     const int64_t inputs = between(1, 8 * between(1, draw(4) ? 20 : 100)), n = between(1, draw(3) ? 9 : 40);
     PanelWeight w;
     some_codes(&w, rows, inputs, type, !draw(3));
