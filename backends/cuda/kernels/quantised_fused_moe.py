@@ -89,8 +89,8 @@ def _inputs(x: Tensor, w: StackedCodes, pairs: PairTiles) -> tuple[Tensor, Tenso
         given = x.new_empty((len(x) * each, w.columns))
         m = len(pairs.order) // len(pairs.owner)
         gather_pairs_kernel[(len(pairs.order), -(-w.columns // BLOCK))](
-            given, x, w.gather, pairs.order, pairs.owner, x.shape[1], w.columns, TOP=each, M=m, BLOCK=BLOCK, num_warps=4
-        )
+            given, x, w.gather, pairs.order, pairs.owner, x.shape[1], w.columns, each, M=m, BLOCK=BLOCK, num_warps=4
+        )  # fmt: skip
         x, each = given, 1
     if not w.rounds:
         return x, None, each
@@ -212,6 +212,10 @@ def multiply_codes(
         other = held
         if GATED:
             other = tl.load((first + inner.to(tl.int64) * width)[:, None] + at[None, :], mask=inside, other=0)
+        # A group of whole steps is summed before its scale is multiplied, as other weights are that have one a row.
+        part, other_part = acc, up
+        if GROUP > 0 and GROUP % SPAN == 0:
+            part, other_part = tl.zeros([N, M], tl.float32), tl.zeros([N, M], tl.float32)
         for half in tl.static_range(HALVES):
             begin = i * SPAN + half * SIZE
             of = begin + tl.arange(0, SIZE)
@@ -220,21 +224,27 @@ def multiply_codes(
             group = column
             if GROUP:  # the second half of the last step may lie beyond the last group
                 group = (tl.minimum(begin, columns - 1) // GROUP) * features + column
-            acc = add_codes(acc, held, values, scale + group, zero + group, there, half, KIND, GROUP, ZERO, ROUNDED,
-                            PACKED, CONVERTS)  # fmt: skip
+            part = add_codes(part, held, values, scale + group, zero + group, there, half, KIND, GROUP % SPAN != 0,
+                             ZERO, ROUNDED, PACKED, CONVERTS)  # fmt: skip
             if GATED:
-                up = add_codes(up, other, values, scale + group + inner, zero + group + inner, there, half, KIND, GROUP,
-                               ZERO, ROUNDED, PACKED, CONVERTS)  # fmt: skip
+                other_part = add_codes(other_part, other, values, scale + group + inner, zero + group + inner, there,
+                                       half, KIND, GROUP % SPAN != 0, ZERO, ROUNDED, PACKED, CONVERTS)  # fmt: skip
+        if GROUP > 0 and GROUP % SPAN == 0:
+            at_group = scale + (i * SPAN // GROUP) * features + column
+            part = acc + part * tl.load(at_group, mask=there, other=0.0).to(tl.float32)[:, None]
+            if GATED:
+                other_part = up + other_part * tl.load(at_group + inner, mask=there, other=0.0).to(tl.float32)[:, None]
+        acc, up = part, other_part
     return acc, up
 
 
 @triton.jit
 def add_codes(
-    acc, held, values, scale, zero, there, half: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    acc, held, values, scale, zero, there, half: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
     ZERO: tl.constexpr, ROUNDED: tl.constexpr, PACKED: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Returns ``acc`` [N, M] plus the product of codes ``held`` [N, SIZE], of 4 bits the ``half`` of each byte, with
-    ``values`` [M, SIZE].
+    ``values`` [M, SIZE]; SCALED: times their scales.
     """
     if ROUNDED and KIND == _INT8:
         acc = tl.dot(held, tl.trans(values), acc, input_precision="ieee", out_dtype=tl.int32)
@@ -246,7 +256,7 @@ def add_codes(
             numbers = decode_fp4(held, half, values.dtype, PACKED)
         else:
             numbers = decode_rows(held, half, less, values.dtype, KIND, ZERO, PACKED, CONVERTS).to(values.dtype)
-        if GROUP:
+        if SCALED:
             size = tl.load(scale, mask=there, other=0.0).to(tl.float32)
             acc += tl.dot(numbers, tl.trans(values), input_precision="ieee") * size[:, None]
         else:
@@ -319,10 +329,10 @@ def decode_fp4(held, half: tl.constexpr, dtype: tl.constexpr, PACKED: tl.constex
     return numbers
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["top"])
 def gather_pairs_kernel(
-    out, x, gather, order, owner, width, columns, TOP: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr
-):
+    out, x, gather, order, owner, width, columns, top, M: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Writes the columns of one pair's row in the order of its expert: out [pairs, columns]."""
     place = tl.program_id(0)
     expert = tl.load(owner + place // M).to(tl.int64)
@@ -332,5 +342,5 @@ def gather_pairs_kernel(
             at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
             inside = at < columns
             source = tl.load(gather + expert * columns + at, mask=inside, other=0)
-            values = tl.load(x + (pair // TOP) * width + source, mask=inside, other=0.0)
+            values = tl.load(x + (pair // top) * width + source, mask=inside, other=0.0)
             tl.store(out + pair * columns + at, values, mask=inside)
