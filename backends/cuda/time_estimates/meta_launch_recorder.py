@@ -132,7 +132,7 @@ class KernelRecorder:
         rate = EIGHT_BITS if args.get("ROUNDED") and args.get("KIND") == INT8 else 1.0
         if name in ATTENDING[:-1]:
             flops = 4 * self._seen * args["out"].shape[1] * args["out"].shape[2]
-        if name.startswith(("quantised", "experts", "skinny", "coded_skinny")):
+        if name.startswith(("quantised", "experts", "skinny", "coded_skinny", "coded_experts")):
             kind = PRODUCT
         if name == "skinny_kernel":
             flops = 2 * args["x"].shape[0] * args["weight"].numel()
@@ -147,6 +147,10 @@ class KernelRecorder:
             codes = args["out"].numel()
         if name in EXPERTS:
             flops, programs = 2 * len(args["out"]) * args["weight"][0].numel(), 0
+        if name in CODED_EXPERTS:
+            each_expert = args["codes"].shape[1] * args["columns"]
+            flops, programs = 2 * len(args["out"]) * each_expert, 0
+            codes = round(_filled_tiles(len(args["codes"]), len(args["out"]), args["M"]) * each_expert)
         each = DECODING.get(name, {}).get(args.get("KIND", -1), 0.0)
         if name in _STATE_PRODUCTS:
             codes, each = _STATE_PRODUCTS[name](args), 1.0
@@ -213,6 +217,9 @@ ATTENDING = ("items_kernel", "turned_items_kernel", "verify_items_kernel", "join
 EXPERTS = ("experts_kernel", "experts_down_kernel")
 """Products of pairs of a token and an expert."""
 
+CODED_EXPERTS = ("coded_experts_kernel", "coded_experts_down_kernel")
+"""Those by codes."""
+
 HEADS = ("greedy_parts_kernel", "greedy_pick_kernel", "parts_kernel", "draw_kernel", "told_kernel")
 
 
@@ -234,11 +241,27 @@ def _skinny_bytes(args: KernelArguments, context: Sequence[int]) -> int:
     return int(args["weight"].nbytes + sum(t.nbytes for t in parts.values()) + sums)
 
 
+def _chosen_experts(count: int, pairs: int) -> float:
+    """Returns how many of ``count`` experts some of ``pairs`` pairs have, if experts are chosen at random."""
+    return count * (1 - (1 - 1 / count) ** pairs)
+
+
+def _filled_tiles(count: int, pairs: int, rows: int) -> float:
+    """Returns the tiles of ``rows`` pairs: one of each chosen expert; of many pairs, half a tile of each expert more
+    than they fill.
+    """
+    chosen = _chosen_experts(count, pairs)
+    return max(chosen, pairs / rows + chosen / 2)
+
+
 def _expert_bytes(args: KernelArguments, context: Sequence[int]) -> int:
     """Returns the bytes of the experts that some pair has, as many as of experts chosen at random, and of the pairs."""
-    count, pairs = len(args["weight"]), len(args["out"])
-    share = 1 - (1 - 1 / count) ** pairs
-    return int(share * args["weight"].nbytes + args["x"].nbytes + args["out"].nbytes)
+    pairs, out = len(args["out"]), args["out"]
+    names = ("weight",) if "weight" in args else ("codes", "factor", "scale", "zero")
+    parts = {id(args[name]): args[name] for name in names}.values()  # a weight without zero points has none
+    count = len(args[names[0]])
+    share = _chosen_experts(count, pairs) / count
+    return int(share * sum(t.nbytes for t in parts) + args["x"].nbytes + out.nbytes)
 
 
 def _join_bytes(args: KernelArguments, context: Sequence[int]) -> int:
@@ -295,7 +318,7 @@ _READS: dict[str, Callable[[KernelArguments, Sequence[int]], int]] = {
     "turned_items_kernel": _attention_bytes,
     "verify_items_kernel": _attention_bytes,
     "skinny_kernel": _skinny_bytes,
-    **dict.fromkeys(EXPERTS, _expert_bytes),
+    **dict.fromkeys((*EXPERTS, *CODED_EXPERTS), _expert_bytes),
     "join_kernel": _join_bytes,
     "decoding_kernel": lambda args, context: args["out"].nbytes + args["out"].shape[0] * args["codes"].shape[1],
     "rope_kernel": _rotary_bytes,
