@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.row_kernel_cases import DTYPES, SCHEMES, Case
-from trencadis.backends.cuda.kernels import fused_moe, tile_sizes
-from trencadis.backends.cuda.weights.quantised_experts import StackedExperts, stack_experts
+from tools.row_kernel_cases import DTYPES, SCHEMES, Case, ints
+from trencadis.backends.cuda.kernels import fused_moe, quantised_fused_moe, tile_sizes
+from trencadis.backends.cuda.kernels.activation import KINDS
+from trencadis.backends.cuda.kernels.quantised_fused_moe import PairTiles
+from trencadis.backends.cuda.weights.quantised_experts import StackedCodes, StackedExperts, stack_experts
+from trencadis.backends.cuda.weights.quantised_weight import FP4
+from trencadis.core.device.backend import ExpertBiases
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
 
@@ -77,14 +81,23 @@ def coded_experts(arch: int) -> Iterator[Case]:
              torch.float32: ["int8", "mxfp4"]}  # fmt: skip
     for dtype, label in ((dtype, label) for dtype, labels in taken.items() for label in labels):
         w = _coded(CODED[label], dtype, arch)
-        for length, count in (("few", 4), ("many", 2 * CODED_EXPERTS * fused_moe.FEW // CODED_TOP)):
-            x, scores = torch.empty(count, CODED_WIDTH, dtype=dtype), torch.empty(count, CODED_EXPERTS, dtype=dtype)
-            kind = "clamped_swiglu" if label == "mxfp4" else "silu"
+        for length in ("few", "many"):
+            yield (
+                f"{str(dtype).removeprefix('torch.')} {label}, {length}",
+                lambda w=w, d=dtype, n=length: _multiply(w, d, n),
+            )
 
-            def run(x: Tensor = x, s: Tensor = scores, w: StackedExperts = w, kind: str = kind) -> None:
-                fused_moe.run(x, s, w, CODED_TOP, True, kind)
 
-            yield f"{str(dtype).removeprefix('torch.')} {label}, {length}", run
+def _multiply(w: StackedExperts, dtype: torch.dtype, length: str) -> None:
+    """Launches both products, without the routing, which is that of other experts."""
+    assert isinstance(w.gate_up, StackedCodes) and isinstance(w.down, StackedCodes)
+    x = torch.empty(16, CODED_WIDTH, dtype=dtype)
+    tile = quantised_fused_moe.tile_of(x, w.gate_up, length)
+    pairs = PairTiles(ints(CODED_EXPERTS * tile.m), ints(CODED_EXPERTS), CODED_TOP)
+    act = KINDS["clamped_swiglu" if w.gate_up.kind == FP4 else "silu"]
+    between = quantised_fused_moe.multiply_up(x, w.gate_up, w.gate_up_bias, pairs, w.inner, act, tile)
+    shares = torch.empty(16, CODED_TOP)
+    quantised_fused_moe.multiply_down(between, w.down, w.down_bias, pairs._replace(top=1), shares, tile)
 
 
 def _coded(scheme: Scheme, dtype: torch.dtype, arch: int) -> StackedExperts:
@@ -95,4 +108,8 @@ def _coded(scheme: Scheme, dtype: torch.dtype, arch: int) -> StackedExperts:
         order = torch.arange(columns).int().flip(0) // group if scheme.ordered else None
         scale = torch.ones(rows, columns // group)
         sides.append([QTensor(scheme, codes, scale, None, group, order, dtype)] * CODED_EXPERTS)
-    return stack_experts(sides[0], sides[1], None, arch)
+    biases = None
+    if scheme.fp4:  # as gpt-oss has them
+        widths = 2 * CODED_COLUMNS, CODED_WIDTH
+        biases = ExpertBiases(*([torch.empty(n, dtype=dtype)] * CODED_EXPERTS for n in widths))
+    return stack_experts(sides[0], sides[1], biases, arch)

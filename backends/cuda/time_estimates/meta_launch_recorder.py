@@ -31,7 +31,7 @@ from trencadis.backends.cuda.time_estimates.kernel_times import (
     ROWS,
     RecordedKernel,
 )
-from trencadis.backends.cuda.weights.quantised_weight import E4M3, E5M2, INT4, INT8
+from trencadis.backends.cuda.weights.quantised_weight import E4M3, E5M2, FP4, INT4, INT8
 from trencadis.core.buckets import Bucket, Stage, verify_variant
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.engine_config import EngineConfig
@@ -65,6 +65,15 @@ DECODING = {
 for sm_90 in bfloat16 (docs/kernels.csv has trips); ``quantised_kernel`` of 4 bits for 64 rows. Those of e5m2, and of 8
 bits in ``quantised_kernel``, are not counted: they are taken to be as many.
 """
+
+EXPERT_DECODING = {
+    16: {INT4: 4.2, INT8: 4.4, E4M3: 3.8, E5M2: 3.8, FP4: 5.5},
+    64: {INT4: 8.7, INT8: 9.8, E4M3: 8.0, E5M2: 8.0, FP4: 9.9},
+}
+"""Pairs of a tile of experts -> the same of their kernels. Rounded activations by integers: ``INTEGERS``."""
+
+INTEGERS = 2.1
+"""Instructions of a lane for each integer of 8 bits that experts multiply by integers, at most."""
 
 ROUNDED_PRODUCT = "_scaled_mm"
 """Torch's product of 8-bit floats by 8-bit floats."""
@@ -129,6 +138,7 @@ class KernelRecorder:
         found = _READS.get(name, _all_bytes)(args, self._context)
         kind = ATTENTION if name in ATTENDING else HEAD if name in HEADS else ROWS
         flops = codes = 0
+        each = DECODING.get(name, {}).get(args.get("KIND", -1), 0.0)
         rate = EIGHT_BITS if args.get("ROUNDED") and args.get("KIND") == INT8 else 1.0
         if name in ATTENDING[:-1]:
             flops = 4 * self._seen * args["out"].shape[1] * args["out"].shape[2]
@@ -151,7 +161,8 @@ class KernelRecorder:
             each_expert = args["codes"].shape[1] * args["columns"]
             flops, programs = 2 * len(args["out"]) * each_expert, 0
             codes = round(_filled_tiles(len(args["codes"]), len(args["out"]), args["M"]) * each_expert)
-        each = DECODING.get(name, {}).get(args.get("KIND", -1), 0.0)
+            of_kind = EXPERT_DECODING[16 if args["M"] == 16 else 64]
+            each = INTEGERS if rate != 1.0 else of_kind[args["KIND"]]
         if name in _STATE_PRODUCTS:
             codes, each = _STATE_PRODUCTS[name](args), 1.0
         waves = programs if flops else 0
