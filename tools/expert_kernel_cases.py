@@ -12,8 +12,8 @@ from tools.row_kernel_cases import DTYPES, SCHEMES, Case, ints
 from trencadis.backends.cuda.kernels import fused_moe, quantised_fused_moe, tile_sizes
 from trencadis.backends.cuda.kernels.activation import KINDS
 from trencadis.backends.cuda.kernels.quantised_fused_moe import PairTiles
-from trencadis.backends.cuda.weights.quantised_experts import StackedCodes, StackedExperts, stack_experts
 from trencadis.backends.cuda.weights.quantised_weight import FP4
+from trencadis.backends.cuda.weights.stacked_experts import StackedCodes, StackedExperts, stack_experts
 from trencadis.core.device.backend import ExpertBiases
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme

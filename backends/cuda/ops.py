@@ -52,8 +52,8 @@ from trencadis.backends.cuda.kernels.attention_metadata import (
 )
 from trencadis.backends.cuda.kernels.layers import fused_layer, skinny_gemm
 from trencadis.backends.cuda.shape_policy import INVARIANT_ROWS as ROWS
-from trencadis.backends.cuda.weights.quantised_experts import StackedExperts, stack_experts
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
+from trencadis.backends.cuda.weights.stacked_experts import StackedExperts, stack_experts
 from trencadis.core import envs
 from trencadis.core.device.backend import (
     AdapterRows,

@@ -20,7 +20,7 @@ from tests.quant.test_loading import on
 from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cuda import make_backend as make_cuda
-from trencadis.backends.cuda.weights.quantised_experts import StackedCodes
+from trencadis.backends.cuda.weights.stacked_experts import StackedCodes
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.memory.memory_estimator import MemoryEstimator

@@ -14,10 +14,9 @@ from torch import Tensor
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.cpu_offloaded_layers import HostLayerOps
-from trencadis.backends.cuda.cpu_twin import quantised_experts
+from trencadis.backends.cuda.cpu_twin import twin_expert_operators
 from trencadis.backends.cuda.cpu_twin.cuda_rules import TwinMemory
-from trencadis.backends.cuda.cpu_twin.quantised_experts import decode_once, register_op
-from trencadis.backends.cuda.weights.quantised_experts import StackedExperts, stack_experts
+from trencadis.backends.cuda.cpu_twin.twin_expert_operators import decode_once, register_op
 from trencadis.backends.cuda.weights.quantised_weight import (
     NEWEST,
     QuantisedWeight,
@@ -25,6 +24,7 @@ from trencadis.backends.cuda.weights.quantised_weight import (
     pack_quantised_weight,
     product,
 )
+from trencadis.backends.cuda.weights.stacked_experts import StackedExperts, stack_experts
 from trencadis.core.device.backend import (
     Attn,
     ExpertBiases,
@@ -80,7 +80,7 @@ class TwinOps(HostLayerOps, ReferenceOps):
         """Runs quantised experts in one recorded call, which reads each token's own experts as kernels do."""
         if not isinstance(w, StackedExperts):
             return super().experts(x, scores, w, top, normalise, kind)
-        return quantised_experts.call(x, scores, w, top, normalise, kind)
+        return twin_expert_operators.call(x, scores, w, top, normalise, kind)
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         """Multiplies by a quantised weight in one recorded call, as the kernel does."""

@@ -24,7 +24,7 @@ from trencadis.backends.cuda.kernels import quantised_fused_moe, tile_sizes
 from trencadis.backends.cuda.kernels.activation import KINDS, adjust_up, apply_activation
 from trencadis.backends.cuda.kernels.quantised_fused_moe import PairTiles
 from trencadis.backends.cuda.kernels.tile_sizes import power
-from trencadis.backends.cuda.weights.quantised_experts import ExpertMatrix, StackedCodes, StackedExperts
+from trencadis.backends.cuda.weights.stacked_experts import ExpertMatrix, StackedCodes, StackedExperts
 
 CHUNK = 1024
 """Number of pairs that one program counts."""

@@ -17,8 +17,8 @@ from torch import Tensor
 from trencadis.backends.cuda.kernels import quantised_linear, tile_sizes
 from trencadis.backends.cuda.kernels.activation import adjust_up, apply_activation
 from trencadis.backends.cuda.kernels.weight_operands import decode_rows
-from trencadis.backends.cuda.weights.quantised_experts import StackedCodes
 from trencadis.backends.cuda.weights.quantised_weight import E4M3, FOUR_BITS, FP4, INT8, SHIFTED
+from trencadis.backends.cuda.weights.stacked_experts import StackedCodes
 from trencadis.core.quant.quantised_weight_layout_and_bytes import half_of
 
 _INT8, _FP4, _SHIFTED = tl.constexpr(INT8), tl.constexpr(FP4), tl.constexpr(SHIFTED)
@@ -57,11 +57,11 @@ def multiply_up(
 ) -> Tensor:
     """Returns the activations [pairs, inner] of gates and ups of x [n, hidden]; ``act``: of ``activation.KINDS``."""
     out = x.new_empty((len(x) * pairs.top, inner))
-    given, x_scale, each = _inputs(x, w, pairs)
+    rows = _read_rows(x, w, pairs)
     grid = len(pairs.owner), -(-inner // tile.n)
     coded_experts_kernel[grid](
-        out, *_arguments(given, x_scale, w, bias, pairs), inner, TOP=each, ACT=act, GATED=w.shape[1] == 2 * inner,
-        **_constants(x, w, x_scale, bias, tile),
+        out, *_arguments(rows, w, bias, pairs), inner, TOP=rows.pairs, ACT=act, GATED=w.shape[1] == 2 * inner,
+        **_constants(x, w, rows, bias, tile),
     )  # fmt: skip
     return out
 
@@ -72,15 +72,25 @@ def multiply_down(
     """Returns each pair's product [pairs, hidden] of x [pairs, inner], times its share."""
     hidden = w.shape[1]
     out = x.new_empty((len(x), hidden))
-    given, x_scale, _ = _inputs(x, w, pairs)
+    rows = _read_rows(x, w, pairs)
     coded_experts_down_kernel[(len(pairs.owner), -(-hidden // tile.n))](
-        out, shares, *_arguments(given, x_scale, w, bias, pairs), hidden, **_constants(x, w, x_scale, bias, tile)
+        out, shares, *_arguments(rows, w, bias, pairs), hidden, **_constants(x, w, rows, bias, tile)
     )
     return out
 
 
-def _inputs(x: Tensor, w: StackedCodes, pairs: PairTiles) -> tuple[Tensor, Tensor | None, int]:
-    """Returns (rows to multiply, their scales if they are rounded, pairs of each of these rows).
+class ReadRows(NamedTuple):
+    """The rows of a product, in the order of its columns; float32 scales [rows] if they are rounded; how many pairs
+    read each.
+    """
+
+    values: Tensor
+    scale: Tensor | None
+    pairs: int
+
+
+def _read_rows(x: Tensor, w: StackedCodes, pairs: PairTiles) -> ReadRows:
+    """Gathers and rounds the rows of a product.
 
     An expert whose columns have an order of their own gets rows in that order, one for each pair.
     """
@@ -93,31 +103,29 @@ def _inputs(x: Tensor, w: StackedCodes, pairs: PairTiles) -> tuple[Tensor, Tenso
         )  # fmt: skip
         x, each = given, 1
     if not w.rounds:
-        return x, None, each
+        return ReadRows(x, None, each)
     codes, scale = quantised_linear.round_rows(x, torch.int8 if w.kind == INT8 else x.dtype)
-    return codes, scale, each
+    return ReadRows(codes, scale, each)
 
 
-def _arguments(
-    x: Tensor, x_scale: Tensor | None, w: StackedCodes, bias: Tensor | None, pairs: PairTiles
-) -> tuple[object, ...]:
+def _arguments(rows: ReadRows, w: StackedCodes, bias: Tensor | None, pairs: PairTiles) -> tuple[object, ...]:
     """Returns the arguments that both kernels take."""
     return (
-        x, w.factor if x_scale is None else x_scale, w.codes, w.factor, w.factor if w.scale is None else w.scale,
-        w.factor if w.zero is None else w.zero, w.factor if bias is None else bias, pairs.order, pairs.owner, w.columns,
-        w.codes.shape[2],
+        rows.values, w.factor if rows.scale is None else rows.scale, w.codes, w.factor,
+        w.factor if w.scale is None else w.scale, w.factor if w.zero is None else w.zero,
+        w.factor if bias is None else bias, pairs.order, pairs.owner, w.columns, w.codes.shape[2],
     )  # fmt: skip
 
 
 def _constants(
-    x: Tensor, w: StackedCodes, x_scale: Tensor | None, bias: Tensor | None, tile: tile_sizes.Tile
+    x: Tensor, w: StackedCodes, rows: ReadRows, bias: Tensor | None, tile: tile_sizes.Tile
 ) -> dict[str, int]:
     span = span_of(w)
     groups = w.columns if not w.group else w.group
     return {
         "KIND": w.kind, "GROUP": w.group, "GROUPS": -(-w.columns // groups), "SPAN": span,
         "HALVES": 2 if w.kind in FOUR_BITS else 1, "ZERO": w.zero is not None,
-        "ROUNDED": x_scale is not None, "BIASED": bias is not None, "WHOLE": w.columns % span == 0,
+        "ROUNDED": rows.scale is not None, "BIASED": bias is not None, "WHOLE": w.columns % span == 0,
         "PACKED": quantised_linear.is_packed(x.dtype), "CONVERTS": converts(w, x.device), "M": tile.m, "N": tile.n,
         "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip

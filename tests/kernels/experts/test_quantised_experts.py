@@ -17,7 +17,7 @@ from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.kernels import fused_moe, quantised_fused_moe, tile_sizes
 from trencadis.backends.cuda.ops import CudaOps, InvariantCudaOps
 from trencadis.backends.cuda.weights import quantised_weight
-from trencadis.backends.cuda.weights.quantised_experts import StackedCodes, StackedExperts, stack_matrices
+from trencadis.backends.cuda.weights.stacked_experts import StackedCodes, StackedExperts, stack_matrices
 from trencadis.core.device.backend import ExpertBiases
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.online_quant import quantise

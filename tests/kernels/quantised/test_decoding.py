@@ -64,6 +64,8 @@ def test_pieces_fill_waves_of_programs(rows: int, features: int, most: int) -> N
 
 # The instructions, on the host
 
+SHIFTS: dict[str, Any] = {"shr.u32": np.right_shift, "shl.b32": np.left_shift}
+
 
 def run_ptx(text: str, *words: np.ndarray) -> list[np.ndarray]:
     """Runs the instructions that decode codes on uint32 ``words``, the last operands; returns ``$0``, ``$1`` ..., the
@@ -108,10 +110,8 @@ def run_ptx(text: str, *words: np.ndarray) -> list[np.ndarray]:
                 both = a[0] | (a[1] << 32)
                 places = [(int(a[2][0]) >> (4 * i)) & 7 for i in range(4)]
                 held[to] = sum(((both >> np.uint64(8 * p)) & 255) << np.uint64(8 * i) for i, p in enumerate(places))
-            case "shr.u32":
-                held[to] = a[0] >> a[1]
-            case "shl.b32":
-                held[to] = (a[0] << a[1]) & np.uint64(0xFFFFFFFF)
+            case "shr.u32" | "shl.b32":
+                held[to] = SHIFTS[name](a[0], a[1]) & np.uint64(0xFFFFFFFF)
             case "lop3.b32":
                 assert int(given[3], 0) == 0xEA, "(a and b) or c"
                 held[to] = (a[0] & a[1]) | a[2]

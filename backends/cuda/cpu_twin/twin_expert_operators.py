@@ -14,8 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from trencadis.backends.cpu.expert_mlp import SeparateExperts, run_chosen_experts
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.backends.cuda.weights.quantised_experts import ExpertMatrix, StackedCodes, StackedExperts
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, dequantise, product
+from trencadis.backends.cuda.weights.stacked_experts import ExpertMatrix, StackedCodes, StackedExperts
 from trencadis.core.device.backend import Weight
 
 _KERNELS = torch.library.Library("trencadis_twin", "DEF")  # type: ignore[no-untyped-call]

@@ -38,9 +38,9 @@ class StackedCodes:
     in_features: int
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> torch.Size:
         """(experts, outputs, inputs)."""
-        return self.codes.shape[0], self.codes.shape[1], self.in_features
+        return torch.Size((*self.codes.shape[:2], self.in_features))
 
     @property
     def nbytes(self) -> int:
