@@ -46,7 +46,7 @@ GRIDS = {
     "skinny": ((16,), (16, 32, 64)),
     "coded_skinny": ((16,), (32, 64, 128)),
     "experts": ((16, 32, 64, 128), (32, 64, 128)),
-    "coded_experts": ((16, 32, 64, 128), (32, 64, 128)),
+    "coded_experts": ((16, 32, 64, 128), (16, 32, 64, 128)),
 }
 """Query and key sizes of candidate tiles, rows and features of products: powers of two within the kernels' limits."""
 

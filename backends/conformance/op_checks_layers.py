@@ -376,13 +376,13 @@ def quantised_experts(target: CheckTarget) -> str:
 
         for rows in (1, 19):
 
-            def setup(ops: Ops, put: Put, sides: tuple[list[QTensor], ...] = (up, down)) -> Work:
+            def setup(ops: Ops, put: Put, up: list[QTensor] = up, down: list[QTensor] = down) -> Work:
                 like = put(torch.zeros(1))
-                held = [[_move_weight(q, like, host) for q in some] for some in sides]
+                held = [[_move_weight(q, like, host) for q in some] for some in (up, down)]
                 pack = getattr(ops, "pack_quantised_experts", None)
                 packed: ExpertWeights | None = None if pack is None else pack(*held)
                 if packed is None:
-                    packed = ops.pack_experts(*([put(q.values()) for q in some] for some in sides))
+                    packed = ops.pack_experts([put(q.values()) for q in up], [put(q.values()) for q in down])
                 return lambda x, s: [ops.experts(x, s, packed, 2, True, "silu")]
 
             errors += vs_reference(target, setup, _spread(rows, hidden), scores[:rows], close=close)

@@ -65,19 +65,21 @@ def experts(scheme: Scheme, dtype: torch.dtype, inner: int = INNER) -> tuple[lis
 
 
 def pack(
-    ops: Any, some: tuple[list[QTensor], list[QTensor]], device: torch.device, *biases: ExpertBiases
+    ops: Any, some: tuple[list[QTensor], list[QTensor]], device: torch.device, biases: ExpertBiases | None = None
 ) -> StackedExperts:
-    made = ops.pack_quantised_experts(*([q.moved(device) for q in each] for each in some), *biases)
+    made = ops.pack_quantised_experts(*([q.moved(device) for q in each] for each in some), biases)
     assert isinstance(made, StackedExperts)
     return made
 
 
 def reference(
-    x: Tensor, scores: Tensor, some: tuple[list[QTensor], list[QTensor]], top: int, kind: str, *biases: ExpertBiases
-) -> Tensor:
+    x: Tensor, scores: Tensor, some: tuple[list[QTensor], list[QTensor]], top: int, kind: str,
+    biases: ExpertBiases | None = None,
+) -> Tensor:  # fmt: skip
     """Float32 over the values of the codes."""
     slow = ReferenceOps()
-    joined = slow.pack_experts(*([q.dequantised() for q in each] for each in some), *biases)
+    up, down = ([q.dequantised() for q in each] for each in some)
+    joined = slow.pack_experts(up, down, biases)
     return slow.experts(x.float(), scores, joined, top, True, kind)
 
 
@@ -95,16 +97,16 @@ def test_codes_equal_the_reference(
     monkeypatch.setitem(tile_sizes.FORCED, "coded_experts", SMALL)
     scheme, kind = SCHEMES[name], "clamped_swiglu" if name == "mxfp4" else "silu"
     some, x, scores = experts(scheme, dtype), normal(n, HIDDEN, seed=n).to(dtype), scores_of(n, COUNT)
-    own, wide = (), ()
+    own = wide = None
     if scheme.fp4:
         held = [
             [normal(width, seed=s + i).to(dtype) for i in range(COUNT)] for s, width in ((0, 2 * INNER), (50, HIDDEN))
         ]
-        own = (ExpertBiases(*([b.to(device) for b in each] for each in held)),)
-        wide = (ExpertBiases(*([b.float() for b in each] for each in held)),)
-    w = pack(CudaOps(), some, device, *own)
+        own = ExpertBiases(*([b.to(device) for b in each] for each in held))
+        wide = ExpertBiases(*([b.float() for b in each] for each in held))
+    w = pack(CudaOps(), some, device, own)
     got = CudaOps().experts(x.to(device), scores.to(dtype).to(device), w, 2, True, kind).cpu()
-    want = reference(x, scores, some, 2, kind, *wide)
+    want = reference(x, scores, some, 2, kind, wide)
     error = float((got.float() - want).abs().max() / want.abs().max())
     assert error <= TOLERANCE[dtype], error
     sizes = ((2 * INNER, HIDDEN), (HIDDEN, INNER))
@@ -139,7 +141,7 @@ def test_activations_of_8_bits(
     if INTERPRETED:
         assert w.gate_up.rounds and w.down.rounds
     got = CudaOps().experts(x.to(device), scores.to(device), w, 2, True, "silu").cpu().float()
-    lists = [[one.matrix(i) for i in range(COUNT)] for one in (w.gate_up, w.down)]
+    lists: Any = [[one.matrix(i) for i in range(COUNT)] for one in (w.gate_up, w.down)]
     slow: Any = ReferenceOps()
     monkeypatch.setattr(slow, "linear", quantised_weight.product, raising=False)
     each: Any = SeparateExperts(lists[0], lists[1], COUNT, w.inner)
@@ -170,9 +172,8 @@ def test_a_side_in_16_bits_stays_so(side: str, device: torch.device, monkeypatch
     given: Any = [list(up), list(down)]
     place = ("gate_up", "down").index(side)
     given[place][1] = given[place][1].values()
-    w: Any = CudaOps().pack_quantised_experts(
-        *([q.moved(device) if isinstance(q, QTensor) else q.to(device) for q in each] for each in given)
-    )
+    moved = [[q.moved(device) if isinstance(q, QTensor) else q.to(device) for q in each] for each in given]
+    w: Any = CudaOps().pack_quantised_experts(moved[0], moved[1])
     assert isinstance(getattr(w, side), Tensor) and w.nbytes == w.gate_up.nbytes + w.down.nbytes
     x, scores = normal(7, HIDDEN), scores_of(7, COUNT)
     got = CudaOps().experts(x.to(device), scores.to(device), w, 2, True, "silu").cpu()
