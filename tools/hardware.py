@@ -58,6 +58,8 @@ KERNELS = (
         "products of few rows with codes", "layers/skinny_quantised_gemm", ("coded_skinny_kernel",),
         ("test_coded_layer",), ""
     ),
+    Kernel("activations of few rows, rounded", "layers/rounded_rows", ("rounded_rows_kernel",),
+           ("test_coded_layer",), ""),
     Kernel("a dependent launch, tried at the start", "layers/dependent_launch", ("_probe_kernel",),
            ("test_bad_input",), ""),
     Kernel("weights decoded once", "quantised_linear", ("decoding_kernel",), ("test_decoding",), ""),

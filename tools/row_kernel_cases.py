@@ -17,7 +17,7 @@ from trencadis.backends.cuda.kernels import (
     sample,
     tile_sizes,
 )
-from trencadis.backends.cuda.kernels.layers import skinny_gemm, skinny_quantised_gemm
+from trencadis.backends.cuda.kernels.layers import rounded_rows, skinny_gemm, skinny_quantised_gemm
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
 from trencadis.core.device.backend import AdapterWeights, HeadTensors, ResetTensors, SamplerState
 from trencadis.core.quant.quantised_tensor import QTensor
@@ -110,6 +110,7 @@ SCHEMES = {
     "int8 by int8": Scheme(8, activations="token"),
     "fp8": Scheme(8, "float"),
 }
+ROUNDED_FLOATS = Scheme(8, "float", activations="token")
 
 
 def products(arch: int) -> Iterator[Case]:
@@ -135,6 +136,28 @@ def products(arch: int) -> Iterator[Case]:
                 held = torch.empty(256, w.columns, dtype=dtype)
                 yield f"{name}, decoded", lambda w=w, held=held: quantised_linear.decode_features(w, 0, 256, held)
             yield from fused_products(name, w, dtype)
+    for label, scheme in {"int8 by int8": SCHEMES["int8 by int8"], "fp8 by fp8": ROUNDED_FLOATS}.items():
+        codes = torch.zeros(256, 1024, dtype=torch.float8_e4m3fn if scheme.kind == "float" else torch.int8)
+        q = QTensor(scheme, codes, torch.ones(256, 1), None, 1024, None, torch.bfloat16)
+        w = pack_quantised_weight(q, None, arch)
+        if w.rounds:  # 8-bit floats from sm_89 on
+            yield from rounded_products(f"bfloat16 {label}", w)
+
+
+def rounded_products(name: str, w: QuantisedWeight) -> Iterator[Case]:
+    """Those of decoder layers behind rounded activations, and the rounding behind a norm and alone, of wide rows."""
+    arrived, scales = ints(skinny_gemm.COUNTERS), torch.empty(16)
+    x, out = (torch.empty(16, width, dtype=torch.bfloat16) for width in (w.in_features, w.out_features))
+    for part, gate, residual in (("gate and up", True, None), ("down", False, out)):
+
+        def run(gate: bool = gate, residual: Tensor | None = residual) -> None:
+            skinny_quantised_gemm.product(x, w, arrived, gate=gate, residual=residual, scales=scales)
+
+        yield f"{name}, {part}", run
+    wide = torch.empty(16, 18_944, dtype=torch.bfloat16)
+    norm = skinny_gemm.NormOf(x[0], 1e-6, x, torch.empty_like(x))
+    yield f"{name}, rounded behind a norm", lambda: (rounded_rows.round_rows(x, w.kind, norm), None)[1]
+    yield f"{name}, rounded", lambda: (rounded_rows.round_rows(wide, w.kind), None)[1]
 
 
 def fused_products(name: str, w: QuantisedWeight, dtype: torch.dtype) -> Iterator[Case]:

@@ -139,7 +139,8 @@ class KernelRecorder:
         kind = ATTENTION if name in ATTENDING else HEAD if name in HEADS else ROWS
         flops = codes = 0
         each = DECODING.get(name, {}).get(args.get("KIND", -1), 0.0)
-        rate = EIGHT_BITS if args.get("ROUNDED") and args.get("KIND") == INT8 else 1.0
+        integers = name in INTEGER_PRODUCTS and args.get("ROUNDED") and args.get("KIND") == INT8
+        rate = EIGHT_BITS if integers else 1.0
         if name in ATTENDING[:-1]:
             flops = 4 * self._seen * args["out"].shape[1] * args["out"].shape[2]
         if name.startswith(("quantised", "experts", "skinny", "coded_skinny", "coded_experts")):
@@ -162,7 +163,7 @@ class KernelRecorder:
             flops, programs = 2 * len(args["out"]) * each_expert, 0
             codes = round(_filled_tiles(len(args["codes"]), len(args["out"]), args["M"]) * each_expert)
             of_kind = EXPERT_DECODING[16 if args["M"] == 16 else 64]
-            each = INTEGERS if rate != 1.0 else of_kind[args["KIND"]]
+            each = INTEGERS if integers else of_kind[args["KIND"]]
         if name in _STATE_PRODUCTS:
             codes, each = _STATE_PRODUCTS[name](args), 1.0
         waves = programs if flops else 0
@@ -230,6 +231,9 @@ EXPERTS = ("experts_kernel", "experts_down_kernel")
 
 CODED_EXPERTS = ("coded_experts_kernel", "coded_experts_down_kernel")
 """Those by codes."""
+
+INTEGER_PRODUCTS = ("quantised_kernel", *CODED_EXPERTS)
+"""Kernels that multiply rounded activations as integers."""
 
 HEADS = ("greedy_parts_kernel", "greedy_pick_kernel", "parts_kernel", "draw_kernel", "told_kernel")
 
