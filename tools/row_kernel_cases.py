@@ -42,6 +42,11 @@ def small(arch: int) -> Iterator[Case]:
         wide, one, many = torch.empty(64, FEATURES, dtype=dtype), ints(4), ints(4, dtype=torch.int64)
         yield f"{label} norm", lambda x=x: norms.rms_norm(x, None, x[0], 1e-6, x, x)
         yield f"{label} norm with residual", lambda x=x: norms.rms_norm(x, x, x[0], 1e-6, x, x)
+        for width in (128, 256):
+            heads = torch.empty(4, 16, 2, width, dtype=dtype)
+            y, gate = heads[:, :, 0].contiguous(), heads[:, :, 1]
+            yield f"{label} gates of {width}", lambda y=y, g=gate: norms.gate_rows(y, g, None, 0.0, y)
+            yield f"{label} norms and gates of {width}", lambda y=y, g=gate: norms.gate_rows(y, g, y[0, 0], 1e-6, y)
         yield f"{label} layer norm", lambda x=x: norms.layer_norm(x, None, x[0], x[0], 1e-5, x, x)
         yield f"{label} layer norm with residual", lambda x=x: norms.layer_norm(x, x, x[0], x[0], 1e-5, x, x)
         for kind in activation.KINDS:
