@@ -13,7 +13,6 @@ tiles have owner -1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,9 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import tile_sizes
+from trencadis.backends.cuda.kernels import quantised_fused_moe, tile_sizes
 from trencadis.backends.cuda.kernels.activation import KINDS, adjust_up, apply_activation
+from trencadis.backends.cuda.kernels.quantised_fused_moe import PairTiles
 from trencadis.backends.cuda.kernels.tile_sizes import power
+from trencadis.backends.cuda.weights.stacked_experts import ExpertMatrix, StackedCodes, StackedExperts
 
 CHUNK = 1024
 """Number of pairs that one program counts."""
@@ -150,78 +151,78 @@ FEW = 16
 BLOCK = 1024
 
 
-@dataclass
-class StackedExperts:
-    """The experts of a layer: gate_up [count, 2 inner, hidden], or [count, inner, hidden] without gates, and down
-    [count, hidden, inner].
-    """
-
-    gate_up: Tensor
-    down: Tensor
-    count: int
-    inner: int
-    gate_up_bias: Tensor | None = None  # [count, 2 inner]
-    down_bias: Tensor | None = None  # [count, hidden]
-
-    @property
-    def gated(self) -> bool:
-        """True if experts have gates."""
-        return self.gate_up.shape[1] == 2 * self.inner
-
-
 def run(
     x: Tensor, scores: Tensor, w: StackedExperts, top: int, normalise: bool, kind: str, alike: bool = False
 ) -> Tensor:
     """Implements ``core.device.backend.Ops.experts``; ``alike``: uses the same tiles in every launch."""
     check(x, scores, w, kind)
-    (n, hidden), inner = x.shape, w.inner
+    n, hidden = x.shape
     out = torch.empty_like(x)
     if not n:
         return out
-    tile, step = tile_of(x, n * top, w.count, alike), STEP[x.dtype.itemsize * 8]
+    length = "few" if not alike and n * top <= FEW * w.count else "many"
+    tile = tile_of(x, w.gate_up, length)
     routes = route_tokens(scores, top, normalise, tile.m)
-    between = torch.empty((n * top, inner), dtype=x.dtype, device=x.device)
-    part = torch.empty((n * top, hidden), dtype=x.dtype, device=x.device)
-    sizes = {"M": tile.m, "N": tile.n, "K": step, "num_warps": tile.warps, "num_stages": tile.stages}
-    _up(x, w, routes, top, kind, between, sizes)
-    _down(between, w, routes, part, sizes)
+    between = _up(x, w, routes, top, kind, tile)
+    if isinstance(w.gate_up, StackedCodes) or isinstance(w.down, StackedCodes):
+        tile = tile_of(x, w.down, length)._replace(m=tile.m)
+    part = _down(between, w, routes, tile)
     experts_sum_kernel[(n, -(-hidden // BLOCK))](out, part, hidden, TOP=top, BLOCK=BLOCK, num_warps=4)
     return out
 
 
 def check(x: Tensor, scores: Tensor, w: StackedExperts, kind: str) -> None:
-    """Asserts: x [n, hidden] and scores [n, count], contiguous, and weights of x's dtype that fit them."""
+    """Asserts: x [n, hidden] and scores [n, count], contiguous, and weights that fit them: codes, or of x's dtype."""
     assert kind in KINDS, kind
     assert x.ndim == 2 and x.is_contiguous() and scores.shape == (x.shape[0], w.count), (x.shape, scores.shape)
-    assert w.gate_up.shape == (w.count, (1 + w.gated) * w.inner, x.shape[1]) and w.gate_up.is_contiguous()
     assert w.gated or w.gate_up_bias is None, "experts without gates have no biases"
-    assert w.down.shape == (w.count, x.shape[1], w.inner) and w.down.is_contiguous()
-    assert w.gate_up.dtype == w.down.dtype == x.dtype
+    hidden = x.shape[1]
+    for part, shape in ((w.gate_up, (w.count, (1 + w.gated) * w.inner, hidden)), (w.down, (w.count, hidden, w.inner))):
+        if isinstance(part, StackedCodes):
+            quantised_fused_moe.check(part, shape)
+        else:
+            assert part.shape == shape and part.is_contiguous() and part.dtype == x.dtype, (part.shape, part.dtype)
 
 
-def tile_of(x: Tensor, pairs: int, count: int, alike: bool) -> tile_sizes.Tile:
+def tile_of(x: Tensor, w: ExpertMatrix, length: str) -> tile_sizes.Tile:
     """Returns the tile; m: pairs, n: columns. The table's ``head`` and ``group`` have no meaning here."""
-    length = "few" if not alike and pairs <= FEW * count else "many"
+    if isinstance(w, StackedCodes):
+        return quantised_fused_moe.tile_of(x, w, length)
     found = tile_sizes.FORCED.get("experts")
     return found or tile_sizes.find("experts", tile_sizes.arch_of(x.device), x.dtype.itemsize * 8, 0, 0, length)
 
 
-def _up(x: Tensor, w: StackedExperts, r: Routes, top: int, kind: str, out: Tensor, sizes: dict[str, int]) -> None:
-    grid = r.owner.shape[0], -(-w.inner // sizes["N"])
+def _sizes(x: Tensor, tile: tile_sizes.Tile) -> dict[str, int]:
+    return {
+        "M": tile.m, "N": tile.n, "K": STEP[x.dtype.itemsize * 8], "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+
+
+def _up(x: Tensor, w: StackedExperts, r: Routes, top: int, kind: str, tile: tile_sizes.Tile) -> Tensor:
+    if isinstance(w.gate_up, StackedCodes):
+        pairs = PairTiles(r.order, r.owner, top)
+        return quantised_fused_moe.multiply_up(x, w.gate_up, w.gate_up_bias, pairs, w.inner, KINDS[kind], tile)
+    out = torch.empty((len(x) * top, w.inner), dtype=x.dtype, device=x.device)
     bias = w.gate_up if w.gate_up_bias is None else w.gate_up_bias
-    experts_kernel[grid](
+    experts_kernel[(r.owner.shape[0], -(-w.inner // tile.n))](
         out, x, w.gate_up, bias, r.order, r.owner, x.shape[1], w.inner, TOP=top, KIND=KINDS[kind],
-        BIASED=w.gate_up_bias is not None, GATED=w.gated, **sizes,
+        BIASED=w.gate_up_bias is not None, GATED=w.gated, **_sizes(x, tile),
     )  # fmt: skip
+    return out
 
 
-def _down(x: Tensor, w: StackedExperts, r: Routes, out: Tensor, sizes: dict[str, int]) -> None:
-    hidden = out.shape[1]
-    grid = r.owner.shape[0], -(-hidden // sizes["N"])
+def _down(x: Tensor, w: StackedExperts, r: Routes, tile: tile_sizes.Tile) -> Tensor:
+    if isinstance(w.down, StackedCodes):
+        pairs = PairTiles(r.order, r.owner, 1)
+        return quantised_fused_moe.multiply_down(x, w.down, w.down_bias, pairs, r.shares, tile)
+    hidden = w.down.shape[1]
+    out = torch.empty((len(x), hidden), dtype=x.dtype, device=x.device)
     bias = w.down if w.down_bias is None else w.down_bias
-    experts_down_kernel[grid](
-        out, x, w.down, bias, r.shares, r.order, r.owner, hidden, w.inner, BIASED=w.down_bias is not None, **sizes
-    )
+    experts_down_kernel[(r.owner.shape[0], -(-hidden // tile.n))](
+        out, x, w.down, bias, r.shares, r.order, r.owner, hidden, w.inner, BIASED=w.down_bias is not None,
+        **_sizes(x, tile),
+    )  # fmt: skip
+    return out
 
 
 @triton.jit

@@ -26,7 +26,12 @@ from trencadis.backends.cuda.time_estimates.kernel_times import (
     step_time,
     time_of,
 )
-from trencadis.backends.cuda.time_estimates.meta_launch_recorder import EXPERTS, DecodeRecorder, choose_programs
+from trencadis.backends.cuda.time_estimates.meta_launch_recorder import (
+    CODED_EXPERTS,
+    EXPERTS,
+    DecodeRecorder,
+    choose_programs,
+)
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.quant_config import online
@@ -156,7 +161,8 @@ def test_a_step_that_verifies_is_six_kernels_a_layer_up_to_sixteen_tokens(rows: 
 
 @pytest.mark.parametrize("rows", [1, 32])
 def test_a_step_reads_and_writes_the_states_of_its_rows(rows: int, tmp_path: Path) -> None:
-    """Qwen3.6-27B's layers, twelve of them; the recurrent ones are seven kernels up to 16 rows, ten beyond."""
+    """Qwen3.6-27B's layers, twelve of them; up to 16 rows the recurrent ones are seven kernels, the others
+    six."""
     (tmp_path / "config.json").write_text(json.dumps(LARGE | {"num_hidden_layers": 12}))
     model = load_config(tmp_path)
     assert model.text.recurrent is not None
@@ -164,7 +170,8 @@ def test_a_step_reads_and_writes_the_states_of_its_rows(rows: int, tmp_path: Pat
     moved = sum(k.bytes for k in found if k.name in ("net_kernel", "conv_step_kernel"))
     counts = Counter(k.name for k in found)
     assert counts["net_kernel"] == counts["conv_step_kernel"] == 9
-    assert counts["skinny_kernel"] == (45 if rows == 1 else 0) and len(found) < (9 * (7 if rows == 1 else 11) + 70)
+    assert counts["skinny_kernel"] == (57 if rows == 1 else 0)
+    assert len(found) < (9 * 7 + 3 * 6 + 20 if rows == 1 else 9 * 11 + 70)
     print(f"{rows} rows: {len(found)} kernels a step")
     states = 2 * rows * 9 * model.text.recurrent.slot_bytes(2)
     assert states < moved < 1.1 * states
@@ -249,6 +256,24 @@ def test_a_step_reads_the_experts_that_its_tokens_have(rows: int, experts: float
     each = 3 * 2048 * 768
     assert sum(k.bytes for k in found) / model.text.layers == pytest.approx(2 * each * experts, rel=0.03)
     assert sum(k.flops for k in found) == 2 * 8 * rows * each * model.text.layers
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("int4", 4.5), ("int8", 8.0)])
+def test_a_step_reads_the_codes_of_the_experts_that_its_tokens_have(kind: str, bits: float) -> None:
+    """With scales of groups; a prompt decodes each expert once for every tile of its pairs."""
+    plain = MODELS["30B-A3B"][0]()
+    recorder = DecodeRecorder(replace(plain, quant=online(kind)))
+    found = [k for k in recorder.step(1, 100) if k.name in CODED_EXPERTS]
+    layers, each = plain.text.layers, 3 * 2048 * 768
+    assert len(found) == 2 * layers
+    assert sum(k.bytes for k in found) / layers == pytest.approx(bits / 8 * each * 7.8, rel=0.03)
+    assert sum(k.flops for k in found) == 2 * 8 * each * layers
+    assert sum(k.codes for k in found) / layers == pytest.approx(each * 7.8, rel=0.01)
+    (launch,) = recorder.prompt(2048)
+    many = [k for k in launch if k.name in CODED_EXPERTS]
+    assert sum(k.codes for k in many) / layers == pytest.approx(each * (2048 * 8 / 64 + 64), rel=0.01)
+    assert {k.rate for k in many} == {2.0 if kind == "int8" else 1.0}
+    assert {k.instructions for k in many} == {8.7 if kind == "int4" else 2.1}, "integers by integers are not decoded"
 
 
 def test_a_library_takes_the_tile_that_leaves_no_processor_idle() -> None:

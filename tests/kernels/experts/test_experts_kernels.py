@@ -14,6 +14,7 @@ from trencadis.backends.cpu.expert_mlp import route_tokens
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.kernels import fused_moe, tile_sizes
 from trencadis.backends.cuda.ops import CudaOps, InvariantCudaOps
+from trencadis.backends.cuda.weights.stacked_experts import StackedExperts
 from trencadis.core.device.backend import ExpertBiases
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -195,5 +196,5 @@ def test_mistakes_of_callers_are_refused(device: torch.device) -> None:
     ):  # fmt: skip
         with pytest.raises(AssertionError):
             wrong()
-    assert isinstance(w, fused_moe.StackedExperts)
+    assert isinstance(w, StackedExperts)
     assert fused_moe.run(x[:0], scores[:0], w, 2, True, "silu").shape == (0, 40)
