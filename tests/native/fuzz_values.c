@@ -52,7 +52,7 @@ static float some_float(int wild) {
 }
 
 /* Memory of exactly so many bytes, at a multiple of 64 where `lines`; freed by `drop`. */
-static void *held[256];
+static void *held[1024];
 static int holding;
 void *room(int64_t bytes, int lines) {
     void *made = NULL;
