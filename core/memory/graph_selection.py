@@ -76,6 +76,13 @@ def set_cost(prices: Iterable[GraphPrice], rule: str) -> int:
     return own + sum(max(w) if rule == "max" else sum(w) for w in works.values())
 
 
+def request_pools(prices: Sequence[GraphPrice], rule: str) -> tuple[int, int, int]:
+    """Returns the bytes of the text, vision and decode pools that hold these graphs, and a tenth more."""
+    by_pool = ([p for p in prices if pool_of(p.bucket.stage) == pool] for pool in POOLS)
+    text, vision, decode = (-(-11 * set_cost(found, rule) // 10) for found in by_pool)
+    return text, vision, decode
+
+
 def held_workspace(prices: Iterable[GraphPrice]) -> dict[Stage, int]:
     """Returns the workspace that the graphs of each stage share."""
     found = dict[Stage, int]()
