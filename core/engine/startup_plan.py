@@ -302,7 +302,7 @@ class DryRun:
         if self.config.graph_memory != "auto" or not known or settings.eager:
             return settings
         prices = [p for p in self._prices(plan) if capturable(plan.policy, p.bucket) and self._gains_by_graph(p.bucket)]
-        return dataclasses.replace(settings, requested=budget.request_pools(prices, self.policy.pool_cost))
+        return budget.request_pools(settings, prices, self.policy.pool_cost)
 
     def _gains_by_graph(self, bucket: Bucket) -> bool:
         """Returns True if a launch is so short that its graph is worth memory of the KV cache."""

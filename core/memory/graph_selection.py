@@ -5,6 +5,7 @@ The budget decides what is captured, not what is compiled: a bucket without a gr
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,11 +77,11 @@ def set_cost(prices: Iterable[GraphPrice], rule: str) -> int:
     return own + sum(max(w) if rule == "max" else sum(w) for w in works.values())
 
 
-def request_pools(prices: Sequence[GraphPrice], rule: str) -> tuple[int, int, int]:
-    """Returns the bytes of the text, vision and decode pools that hold these graphs, and a tenth more."""
+def request_pools(settings: GraphSettings, prices: Sequence[GraphPrice], rule: str) -> GraphSettings:
+    """Returns the settings with text, vision and decode pools that hold these graphs, each with a tenth more."""
     by_pool = ([p for p in prices if pool_of(p.bucket.stage) == pool] for pool in POOLS)
     text, vision, decode = (-(-11 * set_cost(found, rule) // 10) for found in by_pool)
-    return text, vision, decode
+    return dataclasses.replace(settings, requested=(text, vision, decode))
 
 
 def held_workspace(prices: Iterable[GraphPrice]) -> dict[Stage, int]:
