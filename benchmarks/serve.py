@@ -1,12 +1,13 @@
 """Our server under load: time to first token, time per token, gaps, tokens and images per second, padding, start-up.
 
-python -m benchmarks.serve [--model DIR] [--clients 1,8,32,128] [--loads text,image,edited] [--quick] [--enforce-eager]
-                              [--vllm [PYTHON]] [--vllm-flags=FLAGS] [-- FLAGS OF serve]
+python -m benchmarks.serve [--model DIR] [--clients 1,8,32,128] [--loads text,image,edited,plain] [--quick]
+                              [--enforce-eager] [--vllm [PYTHON]] [--vllm-flags=FLAGS] [-- FLAGS OF serve]
 
 The server runs as a process on the loopback and is ended afterwards; ``--enforce-eager`` adds a second one without
 graphs, ``--vllm`` one of vLLM, from this Python or from one of its own, each started when the one before has ended.
 The load ``edited`` asks for a text of the prompt once more, which is what guesses of n-grams are for, where --loads
 names it. A model with random weights does not do so: ``benchmarks.harness.checkpoints cycles`` has answers that repeat.
+The load ``plain`` sends words without a chat template, whose ids a random model's vocabulary may lack.
 
 Clients are a closed loop, so at the start they all ask at once: the first token then waits for the prompts of others.
 """
@@ -34,7 +35,7 @@ COLUMNS = {
     "ttft_p99_ms": "p99", "tpot_p50_ms": "TPOT p50 ms", "itl_p50_ms": "ITL p50 ms", "itl_p99_ms": "p99 ",
     "tokens_per_second": "tokens/s", "images_per_second": "images/s", "real_padded": "real/padded",
 }  # fmt: skip
-KINDS = ("text", "image", "edited")
+KINDS = ("text", "image", "edited", "plain")
 PHASE = re.compile(r"engine: (\w+).*\((\d+\.\d) s\)")
 READY = re.compile(r"engine ready on .* after (\d+\.\d) s")
 
@@ -48,6 +49,7 @@ def loads(clients: list[int], quick: bool, side: int, kinds: Sequence[str] = KIN
             "text": Load(c, count, words=100, out=64, seed=c),
             "image": Load(c, count, words=12, images=1, side=side, out=32, seed=c + 1),
             "edited": Load(c, count, words=100, out=128, seed=c + 2, edited=True),
+            "plain": Load(c, count, words=100, out=64, seed=c, plain=True),
         }
         made += [(kind, of_kind[kind]) for kind in kinds]
     return made

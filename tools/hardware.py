@@ -58,6 +58,8 @@ KERNELS = (
         "products of few rows with codes", "layers/skinny_quantised_gemm", ("coded_skinny_kernel",),
         ("test_coded_layer",), ""
     ),
+    Kernel("activations of few rows, rounded", "layers/rounded_rows", ("rounded_rows_kernel",),
+           ("test_coded_layer",), ""),
     Kernel("a dependent launch, tried at the start", "layers/dependent_launch", ("_probe_kernel",),
            ("test_bad_input",), ""),
     Kernel("weights decoded once", "quantised_linear", ("decoding_kernel",), ("test_decoding",), ""),
@@ -70,6 +72,7 @@ KERNELS = (
            ("test_attend_pictures",), ""),
     Kernel("rotary and store", "rotary_kernels", ("rotary_kernel", "rope_kernel"), ATTENTION, "rope"),
     Kernel("RMS norm with residual", "norms", ("_rms_norm",), ("test_small_ops",), "norm"),
+    Kernel("gates of rows, behind a norm or alone", "norms", ("_gate_rows",), ("test_small_ops",), ""),
     Kernel("layer norm with residual", "norms", ("_layer_norm",), ("test_small_ops",), ""),
     Kernel("SiLU and product", "activation", ("_silu_mul",), ("test_small_ops",), "silu"),
     Kernel("activations", "activation", ("_act",), ("test_small_ops",), ""),

@@ -19,7 +19,7 @@ from trencadis.backends.cuda.kernels import (
     tile_sizes,
 )
 from trencadis.backends.cuda.kernels import fused_moe as expert_products
-from trencadis.backends.cuda.kernels.layers import skinny_gemm, skinny_quantised_gemm
+from trencadis.backends.cuda.kernels.layers import rounded_rows, skinny_gemm, skinny_quantised_gemm
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
 from trencadis.core.device.backend import AdapterWeights, HeadTensors, ResetTensors, SamplerState
 from trencadis.core.quant.quantised_tensor import QTensor
@@ -44,6 +44,11 @@ def small(arch: int) -> Iterator[Case]:
         wide, one, many = torch.empty(64, FEATURES, dtype=dtype), ints(4), ints(4, dtype=torch.int64)
         yield f"{label} norm", lambda x=x: norms.rms_norm(x, None, x[0], 1e-6, x, x)
         yield f"{label} norm with residual", lambda x=x: norms.rms_norm(x, x, x[0], 1e-6, x, x)
+        for width in (128, 256):
+            heads = torch.empty(4, 16, 2, width, dtype=dtype)
+            y, gate = heads[:, :, 0].contiguous(), heads[:, :, 1]
+            yield f"{label} gates of {width}", lambda y=y, g=gate: norms.gate_rows(y, g, None, 0.0, y)
+            yield f"{label} norms and gates of {width}", lambda y=y, g=gate: norms.gate_rows(y, g, y[0, 0], 1e-6, y)
         yield f"{label} layer norm", lambda x=x: norms.layer_norm(x, None, x[0], x[0], 1e-5, x, x)
         yield f"{label} layer norm with residual", lambda x=x: norms.layer_norm(x, x, x[0], x[0], 1e-5, x, x)
         for kind in activation.KINDS:
@@ -112,6 +117,7 @@ SCHEMES = {
     "int8 by int8": Scheme(8, activations="token"),
     "fp8": Scheme(8, "float"),
 }
+ROUNDED_FLOATS = Scheme(8, "float", activations="token")
 
 
 def products(arch: int) -> Iterator[Case]:
@@ -137,6 +143,28 @@ def products(arch: int) -> Iterator[Case]:
                 held = torch.empty(256, w.columns, dtype=dtype)
                 yield f"{name}, decoded", lambda w=w, held=held: quantised_linear.decode_features(w, 0, 256, held)
             yield from fused_products(name, w, dtype)
+    for label, scheme in {"int8 by int8": SCHEMES["int8 by int8"], "fp8 by fp8": ROUNDED_FLOATS}.items():
+        codes = torch.zeros(256, 1024, dtype=torch.float8_e4m3fn if scheme.kind == "float" else torch.int8)
+        q = QTensor(scheme, codes, torch.ones(256, 1), None, 1024, None, torch.bfloat16)
+        w = pack_quantised_weight(q, None, arch)
+        if w.rounds:  # 8-bit floats from sm_89 on
+            yield from rounded_products(f"bfloat16 {label}", w)
+
+
+def rounded_products(name: str, w: QuantisedWeight) -> Iterator[Case]:
+    """Those of decoder layers behind rounded activations, and the rounding behind a norm and alone, of wide rows."""
+    arrived, scales = ints(skinny_gemm.COUNTERS), torch.empty(16)
+    x, out = (torch.empty(16, width, dtype=torch.bfloat16) for width in (w.in_features, w.out_features))
+    for part, gate, residual in (("gate and up", True, None), ("down", False, out)):
+
+        def run(gate: bool = gate, residual: Tensor | None = residual) -> None:
+            skinny_quantised_gemm.product(x, w, arrived, gate=gate, residual=residual, scales=scales)
+
+        yield f"{name}, {part}", run
+    wide = torch.empty(16, 18_944, dtype=torch.bfloat16)
+    norm = skinny_gemm.NormOf(x[0], 1e-6, x, torch.empty_like(x))
+    yield f"{name}, rounded behind a norm", lambda: (rounded_rows.round_rows(x, w.kind, norm), None)[1]
+    yield f"{name}, rounded", lambda: (rounded_rows.round_rows(wide, w.kind), None)[1]
 
 
 def fused_products(name: str, w: QuantisedWeight, dtype: torch.dtype) -> Iterator[Case]:

@@ -280,6 +280,17 @@ class CudaOps(HostLayerOps, ReferenceOps):
             return None
         return delta_net_step.run(x, gates, w, held, cast(RecurrentRows, rows), EPS)
 
+    def gated_norm(self, y: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
+        out = torch.empty_like(y, memory_format=torch.contiguous_format)
+        norms.gate_rows(y.contiguous(), gate.view(y.shape), weight, eps, out)
+        return out.flatten(1)
+
+    def gate_heads(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Implements ``core.models.model_and_ops_api.GatingOps``."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        norms.gate_rows(x.contiguous(), gate, None, 0.0, out)
+        return out
+
     def delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: object, attn: Attn
     ) -> Tensor:

@@ -38,6 +38,8 @@ class Load:
     seconds: float = 300.0
     edited: bool = False
     """The request asks for its own words again, so that the answer repeats what the prompt holds."""
+    plain: bool = False
+    """The words alone go to /v1/completions: no chat template, whose ids a random model's vocabulary may lack."""
 
 
 @dataclass
@@ -63,6 +65,12 @@ class Answer:
 def body(model: str, load: Load, number: int) -> bytes:
     """The ``number``-th request; no two hold the same words or images."""
     rng = random.Random((load.seed << 20) + number)
+    shared = {
+        "model": model, "temperature": 0, "max_tokens": load.out, "ignore_eos": True, "stream": True,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    if load.plain:
+        return json.dumps(shared | {"prompt": words(rng, load.words)}).encode()
     parts: list[dict[str, Any]] = []
     for _ in range(load.images):
         data = io.BytesIO()
@@ -70,19 +78,16 @@ def body(model: str, load: Load, number: int) -> bytes:
         url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
         parts.append({"type": "image_url", "image_url": {"url": url}})
     parts.append({"type": "text", "text": EDIT * load.edited + words(rng, load.words)})
-    request = {
-        "model": model, "messages": [{"role": "user", "content": parts}], "temperature": 0, "max_tokens": load.out,
-        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
-    return json.dumps(request).encode()
+    return json.dumps(shared | {"messages": [{"role": "user", "content": parts}]}).encode()
 
 
-async def ask(client: httpx.AsyncClient, request: bytes) -> Answer:
-    """Sends one request and reads its stream."""
+async def ask(client: httpx.AsyncClient, request: bytes, plain: bool = False) -> Answer:
+    """Sends one request, of a ``plain`` load or a chat, and reads its stream."""
     answer = Answer(time.perf_counter())
+    route = "/v1/completions" if plain else "/v1/chat/completions"
     headers = {"content-type": "application/json"}
     try:
-        async with client.stream("POST", "/v1/chat/completions", content=request, headers=headers) as response:
+        async with client.stream("POST", route, content=request, headers=headers) as response:
             if response.status_code != 200:
                 answer.error = f"{response.status_code} {(await response.aread())[:200]!r}"
                 return answer
@@ -103,7 +108,7 @@ def _take(answer: Answer, event: dict[str, Any]) -> None:
     if "error" in event:
         answer.error = str(event["error"])
     for choice in event.get("choices") or ():
-        if choice["delta"].get("content"):
+        if choice.get("text") or choice.get("delta", {}).get("content"):
             answer.pieces.append(time.perf_counter())
 
 
@@ -135,7 +140,7 @@ async def drive(
             for number in numbers:
                 if time.perf_counter() - begun > load.seconds:
                     return
-                answers.append(await ask(client, await asyncio.to_thread(make, model, load, number)))
+                answers.append(await ask(client, await asyncio.to_thread(make, model, load, number), load.plain))
                 after(len(answers))
 
         await asyncio.gather(*(one() for _ in range(load.clients)))

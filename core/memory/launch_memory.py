@@ -154,6 +154,11 @@ def kept_bytes(model: ModelConfig, slots: int, itemsize: int, ranks: int, cached
 
 
 def costliest_buckets(plan: Plan, activations: Callable[[Bucket], int]) -> list[Bucket]:
-    """Returns the bucket of each stage with the most bytes of ``activations``, which a start profiles."""
-    stages = [plan.of(stage) for stage in Stage]
-    return [max(buckets, key=lambda b: (activations(b), b)) for buckets in stages if buckets]
+    """Returns the buckets with the most bytes of ``activations``, which a start profiles: of each stage one of every
+    variant that ties, as the formula may not tell variants apart that a device does.
+    """
+    found: list[Bucket] = []
+    for buckets in map(plan.of, Stage):
+        most = max(map(activations, buckets), default=0)
+        found += {b.variant: b for b in sorted(buckets) if activations(b) == most}.values()
+    return found

@@ -182,7 +182,7 @@ def test_lazily_with_and_without_faults(make: Make, right: Right) -> None:
     assert sum(use.miss == "skip" for use in stats.buckets) == stats.graphs.lazy_compiles
     assert {use.miss for use in stats.buckets} == {"skip", ""}
     check_books(lazy)
-    sick = make(faults="oom@capture:1,oom@step:12", warmup="skip", **SMALL)
+    sick = make(faults="oom@capture:1,oom@step:14", warmup="skip", **SMALL)
     assert small(sick, 7, 4) == wanted
     assert {"failed", "released"} <= {use.miss for use in sick.stats().buckets}
     check_books(sick)
@@ -264,7 +264,7 @@ def test_background_takes_the_hottest_first_and_no_step_waits_for_more_than_one_
     (first,) = graphs.list_captured()
     assert graphs.hits[first] == hottest and log.entries == [(str(first), 0.0), ("turn", 0.0)]
     engine._pace.stall = 50.0
-    assert small(engine, 4, 3) == right(4, 3)
+    assert small(engine, 4, 8) == right(4, 8)
     assert any(seconds for _, seconds in log.entries), "nothing was compiled between steps"
     for (before, _), (after, _) in itertools.pairwise(log.entries):
         assert "turn" in (before, after), "two pieces of warm-up without a turn for steps between"

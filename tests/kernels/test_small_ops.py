@@ -53,6 +53,26 @@ def test_queries_of_one_token_beside_their_gates_are_normed(device: torch.device
 
 
 @dtypes
+@given(n=st.integers(1, 9), heads=st.integers(1, 5), width=st.sampled_from([16, 80, 256]))
+@slow
+def test_gates(dtype: torch.dtype, device: torch.device, n: int, heads: int, width: int) -> None:
+    """Both read their gates from wider rows."""
+    x = normal(n, heads, width, dtype=dtype, device=device) * 3
+    wide, weight = (
+        normal(n, heads, 2, width, seed=1, dtype=dtype, device=device),
+        normal(width, device=device).to(dtype),
+    )
+    gate = wide[:, :, 1]
+    got, want = CudaOps().gate_heads(x, gate), x.float() * gate.float().sigmoid()
+    assert_within_last_places(got, want)
+    rows = normal(n, heads * width + 7, seed=2, dtype=dtype, device=device)[:, 3 : 3 + heads * width]
+    got, want = (ops().gated_norm(x, weight, 1e-6, rows) for ops in (CudaOps, ReferenceOps))
+    assert got.shape == want.shape == (n, heads * width)
+    close(got, want.float(), 2)  # two roundings
+    assert not len(CudaOps().gated_norm(x[:0], weight, 1e-6, rows[:0]))
+
+
+@dtypes
 @given(n=st.integers(1, 9), width=st.sampled_from([8, 64, 80, 896, 1176, 3584]), add=st.booleans())
 @slow
 def test_layer_norm(dtype: torch.dtype, device: torch.device, n: int, width: int, add: bool) -> None:
@@ -65,10 +85,10 @@ def test_layer_norm(dtype: torch.dtype, device: torch.device, n: int, width: int
     close(normed, want)
 
 
-def close(got: Tensor, want: Tensor) -> None:
-    """Within 2e-5 of the largest value, or half a place of a shorter type."""
+def close(got: Tensor, want: Tensor, roundings: int = 1) -> None:
+    """Within 2e-5 of the largest value, or half a place of a shorter type for each of ``roundings``."""
     error = float((got.float() - want).abs().max() / want.abs().max().clamp(min=1e-6))
-    assert error <= {torch.float32: 2e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}[got.dtype]
+    assert error <= roundings * {torch.float32: 2e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}[got.dtype]
 
 
 @dtypes

@@ -39,6 +39,10 @@ MODELS = {
 }
 
 
+EXTRAS = {64: ("", "sinks"), 128: ("", "norms", "window"), 256: ("", "gates")}
+"""Forms of attention by size of head, in bfloat16; gpt-oss has sinks, Qwen3.5 gates beside norms."""
+
+
 def layers(arch: int) -> Iterator[Case]:
     """Every product of each model in bfloat16, of the first one in the other types; attention by size of head."""
     tile_sizes.INTERPRETED = arch
@@ -49,7 +53,8 @@ def layers(arch: int) -> Iterator[Case]:
         for name, sizes in MODELS.items() if dtype == torch.bfloat16 else [*MODELS.items()][:1]:
             yield from ((f"{label} {name}, {part}", run) for part, run in products(sizes, dtype))
         for d in (64, 80, 128, 256):
-            for extra in ("", "norms", "window") if dtype == torch.bfloat16 and d == 128 else ("",):
+            extras = EXTRAS.get(d) if dtype == torch.bfloat16 else None
+            for extra in extras or ("",):
                 yield f"{label} head {d} {extra}".strip(), attention(d, dtype, extra)
                 yield f"{label} head {d} verify {extra}".strip(), attention(d, dtype, extra, verify=True)
 
@@ -110,20 +115,23 @@ def sums_of_ranks(arch: int) -> Iterator[Case]:
 def attention(d: int, dtype: torch.dtype, extra: str, verify: bool = False) -> Callable[[], None]:
     def run() -> None:
         heads, groups, parts = 14, 2, 64
-        qkv, factors = torch.empty(ROWS, (heads + 2 * groups) * d, dtype=dtype), torch.empty(ROWS, d)
+        gated, sinks = extra == "gates", torch.empty(heads) if extra == "sinks" else None
+        qkv = torch.empty(ROWS, (heads * (1 + gated) + 2 * groups) * d, dtype=dtype)
+        factors = torch.empty(ROWS, d)
         cache = LayerKV(*(torch.empty(4, BLOCK, groups, d, dtype=dtype) for _ in range(2)))
         sizes = (ROWS + 2, ROWS + 1, 64, ROWS, ROWS + 2, *(parts,) * 5, parts // 2, parts // 2, parts // 2 + 1)
         ints = [torch.empty(n, dtype=torch.int64 if i == 3 else torch.int32) for i, n in enumerate(sizes)]
         norms = (
             fused_decode_attention.HeadNorms(factors[0].to(dtype), factors[1].to(dtype), 1e-6)
-            if extra == "norms"
+            if extra in ("norms", "gates")
             else None
         )
         window = WINDOW if extra == "window" else 0
+        form = fused_decode_attention.AttentionForm(0.1, window, norms, gated, sinks)
         turned = Rotary(factors, factors)
         if verify:
-            fused_verify_attention.attend(qkv, turned, cache, ItemAttn(*ints), 0.1, window, norms)
+            fused_verify_attention.attend(qkv, turned, cache, ItemAttn(*ints), form)
         else:
-            fused_decode_attention.attend(qkv, turned, cache, SingleAttn(*ints), 0.1, window, norms)
+            fused_decode_attention.attend(qkv, turned, cache, SingleAttn(*ints), form)
 
     return run

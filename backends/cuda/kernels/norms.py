@@ -1,5 +1,5 @@
 """RMS norm and layer norm with the residual sum: total = x + residual, out = total / rms(total) * weight, or
-(total - mean) / deviation * weight + bias.
+(total - mean) / deviation * weight + bias; and rows times their gates, with such a norm or without.
 
 The sum is rounded to the stream's dtype before it is normed, because the next layer reads that; the norm itself is
 float32 with one rounding at the end. The deviation is computed after the mean is subtracted: a difference of two sums
@@ -92,3 +92,48 @@ def layer_norm(
             x, x if residual is None else residual, weight, bias, total, out, eps, WIDTH=width, BLOCK=block,
             ADD=residual is not None, num_warps=min(max(block // 512, 1), 8),
         )  # fmt: skip
+
+
+GATED_VALUES = 2048
+"""Values that a program of ``gate_rows`` holds at a time."""
+
+
+def gate_rows(x: Tensor, gate: Tensor, norm: Tensor | None, eps: float, out: Tensor) -> None:
+    """Writes x [n, heads, width] times the sigmoid of ``gate`` to ``out``, or, with a norm, the RMS norm of each head,
+    rounded to its dtype, times the SiLU of ``gate``. Products are float32, with one rounding.
+
+    Args:
+        x: contiguous, like ``out``.
+        gate: [n, heads, width], whose last dimension is contiguous.
+        norm: [width].
+    """
+    n, heads, width = x.shape
+    assert x.is_contiguous() and out.is_contiguous() and gate.shape == x.shape and gate.stride(2) == 1
+    assert norm is None or (norm.shape == (width,) and norm.is_contiguous())
+    block = triton.next_power_of_2(width)
+    each = max(GATED_VALUES // block, 1)
+    if n:
+        _gate_rows[(-(-n * heads // each),)](
+            x, gate, x if norm is None else norm, out, n * heads, eps, HEADS=heads, WIDTH=width,
+            GATE_TOKEN=gate.stride(0), GATE_HEAD=gate.stride(1), BLOCK=block, EACH=each, NORM=norm is not None,
+            num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "eps"])
+def _gate_rows(
+    x, gate, norm, out, rows, eps, HEADS: tl.constexpr, WIDTH: tl.constexpr, GATE_TOKEN: tl.constexpr,
+    GATE_HEAD: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * EACH + tl.arange(0, EACH)
+    at = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows)[:, None] & (at < WIDTH)
+    value = tl.load(x + row[:, None] * WIDTH + at, mask=inside, other=0.0)
+    wide = value.to(tl.float32)
+    place = (row // HEADS * GATE_TOKEN + row % HEADS * GATE_HEAD)[:, None]
+    opened = tl.load(gate + place + at, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None]
+        wide = (wide * scale * tl.load(norm + at, mask=at < WIDTH, other=0.0).to(tl.float32)).to(value.dtype)
+        wide = wide.to(tl.float32) * opened
+    tl.store(out + row[:, None] * WIDTH + at, (wide * tl.sigmoid(opened)).to(value.dtype), mask=inside)

@@ -56,6 +56,16 @@ def finish(acc, total):
 
 
 @triton.jit
+def gate_mean(mean, gate, there):
+    """Returns ``mean`` times the sigmoid of the values at ``gate``, read where ``there``, of the type of ``mean``.
+
+    A query that saw no key keeps its 0, whatever the gate of a padded token holds.
+    """
+    opened = tl.sigmoid(tl.load(gate, mask=there, other=0.0).to(tl.float32))
+    return tl.where(mean == 0.0, 0.0, mean.to(tl.float32) * opened).to(mean.dtype)
+
+
+@triton.jit
 def join(acc, peak, total, more, high, size):
     """Joins (acc, peak, total) of keys with (``more``, ``high``, ``size``) of the keys after them.
 

@@ -100,9 +100,13 @@ def attend_text(
 
 def join(
     partial: Partial, attn: ItemAttn, q: Tensor, kv: LayerKV, out: Tensor, alike: bool, depends: bool = False,
-    sinks: Tensor | None = None, planned: int = 0,
+    sinks: Tensor | None = None, planned: int = 0, gate: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Joins the partial results of each block that was cut into ``out``; ``depends``: by a dependent launch."""
+    """Joins the partial results of each block that was cut into ``out``; ``depends``: by a dependent launch.
+
+    Args:
+        gate: [tokens, heads, d], a view with contiguous heads: its sigmoid multiplies the results; None: nothing does.
+    """
     tokens, heads, d = q.shape
     groups, single = kv.k.shape[2], isinstance(attn, SingleAttn)
     group = heads // groups
@@ -111,10 +115,11 @@ def join(
     slabs = -(-each * group // slab)
     join_kernel[(groups * slabs, attn.join_row.shape[0])](
         out, partial.values, partial.weight, attn.row_start, attn.join_row, attn.join_token, attn.join_part,
-        partial.weight if sinks is None else sinks,
+        partial.weight if sinks is None else sinks, out if gate is None else gate,
         GROUP=group, D=d, LANES=tile_sizes.lanes(d), TOKENS=each, PART=partial.weight.shape[3], SLAB=slab, SLABS=slabs,
         PIECES=1 if alike else PIECES_SINGLE if single else PIECES, OUT_TOKEN=out.stride(0), DEPENDENT=depends,
-        SINKS=sinks is not None, num_warps=SLAB if alike else JOIN_WARPS, **dependent_launch.options(depends),
+        SINKS=sinks is not None, GATE_TOKEN=0 if gate is None else gate.stride(0),
+        num_warps=SLAB if alike else JOIN_WARPS, **dependent_launch.options(depends),
     )  # fmt: skip
 
 
@@ -297,13 +302,13 @@ def leave_part(part, weight, at, tile, acc, peak, total, PART: tl.constexpr, D: 
 
 @triton.jit
 def join_kernel(
-    out, part, weight, row_start, join_row, join_token, join_part, sinks,
+    out, part, weight, row_start, join_row, join_token, join_part, sinks, gate,
     GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr,
     SLAB: tl.constexpr, SLABS: tl.constexpr, PIECES: tl.constexpr, OUT_TOKEN: tl.constexpr, DEPENDENT: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, GATE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """Joins SLAB queries of a block that was cut, PIECES partial results at a time; if 1, in the order of
-    ``items_kernel``.
+    ``items_kernel``. GATE_TOKEN is the stride of the gates' tokens, whose heads lie 2 x D apart; 0: there are none.
     """
     if DEPENDENT:
         dependent_launch.wait()
@@ -344,6 +349,10 @@ def join_kernel(
     if SINKS:
         sink = tl.load(sinks + group * GROUP + lane % GROUP, mask=live, other=0.0)
         total = online_softmax.add_sink(total, peak, sink)
-    at = (start + token + ahead).to(tl.int64)[:, None] * OUT_TOKEN + (group * GROUP + lane % GROUP)[:, None] * D
+    position = (start + token + ahead).to(tl.int64)[:, None]
+    head = (group * GROUP + lane % GROUP)[:, None]
+    there = live[:, None] & (dim < D)[None, :]
     mean = online_softmax.finish(acc, total).to(out.dtype.element_ty)
-    tl.store(out + at + dim[None, :], mean, mask=live[:, None] & (dim < D)[None, :])
+    if GATE_TOKEN > 0:
+        mean = online_softmax.gate_mean(mean, gate + position * GATE_TOKEN + head * (2 * D) + dim[None, :], there)
+    tl.store(out + position * OUT_TOKEN + head * D + dim[None, :], mean, mask=there)

@@ -446,6 +446,13 @@ def added_kernel(
     tl.store(out + row * features + feature, value.to(out.dtype.element_ty), mask=there)
 
 
+@triton.jit
+def round_code(value, most, WHOLE: tl.constexpr):
+    """Rounds values, clamped to ``most`` either way, to whole numbers or to numbers of e4m3."""
+    value = tl.where(tl.abs(value) <= most, value, tl.where(value > 0, most, -most))
+    return (value + _NEAREST) - _NEAREST if WHOLE else float8(value)
+
+
 @triton.jit(do_not_specialize=["most", "tiny"])
 def rounding_kernel(
     x, codes, scale, width, most, tiny, WHOLE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
@@ -466,13 +473,9 @@ def rounding_kernel(
     for start in range(0, width, BLOCK):
         inside = start + lane < width
         value = tl.load(x + row * width + start + lane, mask=inside, other=0.0).to(tl.float32) / size
-        value = tl.where(tl.abs(value) <= most, value, tl.where(value > 0, most, -most))
-        if WHOLE:
-            code = (value + _NEAREST) - _NEAREST
-        else:
-            code = float8(value)
-            if BITS:
-                code = bits_of(code)
+        code = round_code(value, most, WHOLE)
+        if BITS:
+            code = bits_of(code)
         tl.store(codes + row * width + start + lane, code.to(codes.dtype.element_ty), mask=inside)
 
 

@@ -129,7 +129,8 @@ class KernelRecorder:
         found = _READS.get(name, _all_bytes)(args, self._context)
         kind = ATTENTION if name in ATTENDING else HEAD if name in HEADS else ROWS
         flops = codes = 0
-        rate = EIGHT_BITS if args.get("ROUNDED") and args.get("KIND") == INT8 else 1.0
+        integers = name == "quantised_kernel" and args.get("ROUNDED") and args.get("KIND") == INT8
+        rate = EIGHT_BITS if integers else 1.0
         if name in ATTENDING[:-1]:
             flops = 4 * self._seen * args["out"].shape[1] * args["out"].shape[2]
         if name.startswith(("quantised", "experts", "skinny", "coded_skinny")):

@@ -1,4 +1,5 @@
-"""A decoder layer of few rows over quantised weights is six launches, too, and equals plain torch on their values."""
+"""A decoder layer of few rows over quantised weights is six launches, too, and equals plain torch on their values;
+where activations are rounded it is ten."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ import torch
 from benchmarks.gpu import layers
 from tests.kernels.quantised.test_quantised import packed
 from tests.oracles import interpreter
-from trencadis.backends.cuda.kernels.layers import skinny_gemm, skinny_quantised_gemm
+from trencadis.backends.cuda.kernels import norms, quantised_linear
+from trencadis.backends.cuda.kernels.layers import rounded_rows, skinny_gemm, skinny_quantised_gemm
 from trencadis.backends.cuda.ops import CudaOps
-from trencadis.backends.cuda.weights.quantised_weight import dequantise
+from trencadis.backends.cuda.weights.quantised_weight import E4M3, INT8, LARGEST, QuantisedWeight, dequantise
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
 
@@ -63,9 +65,54 @@ def test_bits_do_not_depend_on_who_arrives_last(gate: bool, device: torch.device
     assert not arrived.any() and float((y - want).abs().max() / want.abs().max()) <= 2e-6
 
 
+ROUNDED = {
+    "int8": (Scheme(8, activations="token"), torch.float32, 1e-4),
+    "int8 in 16 bits": (Scheme(8, activations="token"), torch.bfloat16, 3e-2),
+    "fp8": (Scheme(8, "float", activations="token"), torch.bfloat16, 3e-2),
+}
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", pytest.param("int8 in 16 bits", marks=pytest.mark.long)])
+def test_a_layer_that_rounds_activations_equals_its_ops(name: str, device: torch.device) -> None:
+    """Ten launches; op by op the same codes are multiplied, up to roundings between."""
+    scheme, dtype, tolerance = ROUNDED[name]
+    run = layers.LayerRun(SHAPE, (20, 0, 33), dtype, device, scheme)
+    ops = CudaOps()
+    layer = run.layer(ops)
+    weight = layer.attention.qkv.weights[0]
+    assert isinstance(weight, QuantisedWeight) and weight.rounds
+    before = interpreter.launches()
+    fused, keys = run.call(layer, ops).clone(), run.cache.k.clone()
+    assert device.type != "cpu" or interpreter.launches() - before == 10
+    assert ops._arrived is not None and not ops._arrived.any()
+    run.reset()
+    ops._arrived = None
+    alone = run.call(layer, ops)
+    for mine, other in ((fused, alone), (keys, run.cache.k)):
+        assert float((mine.float() - other.float()).abs().max()) <= tolerance * float(other.float().abs().max())
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(INT8, torch.float32), (E4M3, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("width", [96, pytest.param(9000, marks=pytest.mark.long)])
+def test_rounding_behind_a_norm_is_that_of_two_launches(
+    kind: int, dtype: torch.dtype, width: int, device: torch.device
+) -> None:
+    """With a residual and without a norm; a token of zeros, and one that is not finite."""
+    x, residual = (torch.randn(4, width, generator=torch.Generator().manual_seed(1)).to(device, dtype) for _ in "xr")
+    x[2], residual[2] = 0, 0
+    x[3, 5] = torch.inf
+    weight, to = torch.rand(width).to(device, dtype), torch.int8 if kind == INT8 else dtype
+    totals, normed = [torch.empty_like(x) for _ in range(2)], torch.empty_like(x)
+    norms.rms_norm(x, residual, weight, 1e-6, totals[0], normed)
+    for source, norm in ((normed, skinny_gemm.NormOf(weight, 1e-6, residual, totals[1])), (x, None)):
+        want, scale = quantised_linear.round_rows(source, to)
+        got, mine = rounded_rows.round_rows(x, kind, norm)
+        assert torch.equal(got[:3], want[:3].to(dtype)) and torch.equal(mine[:3], scale[:3])
+        assert not mine[3].isfinite() and got[:2].abs().amax() == LARGEST[kind]
+    assert torch.equal(totals[1][:3], totals[0][:3])
+
+
 def test_weights_that_do_not_fit_run_op_by_op(device: torch.device) -> None:
-    rounded = packed(quantise(torch.randn(32, 64), Scheme(8, activations="token"), torch.float32), None, device)
-    assert not skinny_quantised_gemm.fits(rounded), "activations are rounded"
     plain = packed(quantise(torch.randn(32, 64), Scheme(8), torch.float32), None, device)
     assert skinny_quantised_gemm.fits(plain)
     plain.gather = torch.arange(64, dtype=torch.int32)

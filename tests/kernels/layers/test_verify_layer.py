@@ -23,6 +23,7 @@ from trencadis.core.shapes.shape_limits import ShapeLimits
 NORMED: dict[str, Any] = {"qk_norm": True, "qkv_bias": False}
 
 SAMPLE = {
+    "the output is gated": LayerCase((33, 5), tokens=(4, 2), verify=4, changes={"output_gate": True}),
     "rows of one to four tokens": LayerCase((0, 15, 21), tokens=(1, 4, 3), verify=4, kv_heads=1),
     "new keys lie on both sides of a cut": LayerCase(
         (1022,), tokens=(8,), verify=8, spare=0, kv_heads=1, hidden=32, inner=32
@@ -35,6 +36,8 @@ SAMPLE = {
     ),
 }
 CASES = {
+    "sinks, cut keys": LayerCase((530, 3), tokens=(3, 1), verify=3, changes={"sinks": True}),
+    "gates, cut keys": LayerCase((530, 3), tokens=(3, 1), verify=3, changes={"output_gate": True}),
     "sixteen tokens of one row": LayerCase((3,), tokens=(16,), verify=16, spare=0),
     "sixteen rows": LayerCase(tuple(range(16)), tokens=(1,) * 16, verify=1, spare=0),
     "a window of several tiles": LayerCase((70, 9), tokens=(5, 2), verify=5, changes={"window": 24}),

@@ -17,6 +17,8 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.device.backend import BackendConfig, LayerKV, Rotary
 from trencadis.core.models.decoder_layer import DecoderLayer
+from trencadis.core.models.mlp_and_norms import GatedMLP
+from trencadis.core.models.moe import ExpertMLP
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class LayerRun:
             return (torch.randn(*shape, generator=generator) * size).to(case.dtype)
 
         c, d = case, case.d
-        outputs = (c.group + 2) * c.kv_heads * d
+        outputs = (c.group * (1 + c.config.output_gate) + 2) * c.kv_heads * d
         heads = c.group * c.kv_heads * d
         self.weights = {
             "qkv": (random(outputs, c.hidden, size=c.hidden**-0.5), random(outputs, size=0.1)),
@@ -81,6 +83,9 @@ class LayerRun:
             "gate_up": (random(2 * c.inner, c.hidden, size=c.hidden**-0.5), None),
             "down": (random(c.hidden, c.inner, size=c.inner**-0.5), None),
         }
+        if c.config.out_bias:
+            self.weights["out"] = self.weights["out"][0], random(c.hidden, size=0.1)
+        self.sinks = torch.randn(c.group * c.kv_heads, generator=torch.Generator().manual_seed(8)) * 2
         if not c.config.qkv_bias:
             self.weights["qkv"] = self.weights["qkv"][0], None
         self.norms = {name: 1 + random(c.hidden, size=0.1) for name in ("input_norm", "post_norm")}
@@ -95,10 +100,15 @@ class LayerRun:
         backend: Any = SimpleNamespace(ops=ops, comm=comm or SingleRank(), device=device, values=True, dtype=kept)
         layer = DecoderLayer(backend, self.case.config)
         attention, mlp = layer.attention, layer.mlp
-        for name, linear in (
-            ("qkv", attention.qkv), ("out", attention.out), ("gate_up", mlp.gate_up), ("down", mlp.down),
-            # type: ignore[union-attr]
-        ):  # fmt: skip
+        linears = {"qkv": attention.qkv, "out": attention.out}
+        if isinstance(mlp, ExpertMLP):
+            self._pack_experts(mlp, device, kept)
+        else:
+            assert isinstance(mlp, GatedMLP)
+            linears |= {"gate_up": mlp.gate_up, "down": mlp.down}
+        if self.case.config.sinks:
+            attention.sinks = {"sinks": self.sinks.to(device)}
+        for name, linear in linears.items():
             weight, bias = self.weights[name]
             linear.pack(weight.to(device, kept), None if bias is None else bias.to(device, kept))
         for name, weight in self.norms.items():
@@ -106,6 +116,22 @@ class LayerRun:
         for norm, weight in zip(attention.norms or (), self.head_norms, strict=False):
             norm.weight = weight.to(device, kept)
         return layer
+
+    def _pack_experts(self, mlp: ExpertMLP, device: torch.device, dtype: torch.dtype) -> None:
+        """Seeded experts and their router, and the shared expert if there is one."""
+        make, width = torch.Generator().manual_seed(9), self.case.hidden
+
+        def random(*shape: int) -> Tensor:
+            return (torch.randn(*shape, generator=make) * shape[1] ** -0.5).to(self.case.dtype).to(device, dtype)
+
+        mlp.router.pack(random(mlp.count, width) * 4, None)
+        gate_up = [random(2 * mlp.inner, width) for _ in range(mlp.count)]
+        mlp.weights = mlp.ops.pack_experts(gate_up, [random(width, mlp.inner) for _ in range(mlp.count)])
+        if mlp.shared is not None:
+            shared = mlp.shared.mlp
+            assert isinstance(shared, GatedMLP)
+            shared.gate_up.pack(random(2 * mlp.inner, width), None)
+            shared.down.pack(random(width, mlp.inner), None)
 
     def run(self, layer: DecoderLayer, ops: Any, first: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(the stream with all that the layer adds, keys, values, attention's input) through ``ops.layer``."""

@@ -1,5 +1,5 @@
 """Decoder layers in six launches, those of gated DeltaNet in seven, and the conditions for it; other layers run op by
-op.
+op. Before experts, and MLPs of another kind, the first four or five of these launches run.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn, SingleA
 from trencadis.backends.cuda.kernels.layers import (
     fused_decode_attention,
     fused_verify_attention,
+    rounded_rows,
     skinny_gemm,
     skinny_quantised_gemm,
 )
-from trencadis.backends.cuda.kernels.layers.fused_decode_attention import HeadNorms
+from trencadis.backends.cuda.kernels.layers.fused_decode_attention import AttentionForm, HeadNorms
 from trencadis.backends.cuda.kernels.layers.skinny_gemm import NormOf
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight
 from trencadis.core.device.backend import Attn, Rotary
@@ -37,6 +38,8 @@ class FusedLayer:
     They are qkv, attention and its join, output, gate and up, down; ranks are summed after output and after down. Rows
     have one token each, or any number of them, as in VERIFY. In a layer of gated DeltaNet, whose rows have one token
     each, the product of the gates, the convolution and the rest up to the output take the place of attention and join.
+    A product whose activations are rounded has one launch more, which also norms. Experts, and an MLP that
+    ``can_fuse_mlp`` refuses, run op by op behind them.
 
     Args:
         planned: query heads per KV head by which launches were planned, if layers differ; 0: those of the layer.
@@ -46,16 +49,20 @@ class FusedLayer:
         self._layer, self._arrived, self._planned = layer, arrived, planned
 
     def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn) -> tuple[Tensor, Tensor | None]:
-        """Runs the layer as ``DecoderLayer`` does. On one rank the returned stream already includes the output of the
-        MLP.
+        """Runs the layer as ``DecoderLayer`` does. On one rank the returned stream already includes the output of a
+        fused MLP.
         """
         layer, attention, mlp = self._layer, self._layer.attention, self._layer.mlp
-        assert isinstance(mlp, GatedMLP) and isinstance(attn, ItemAttn)
+        assert isinstance(attn, ItemAttn)
         if layer.recurrent:
             attended, stream = self._mix_states(x, residual, cast(RecurrentRows, rotary))
         else:
             attended, stream = self._attend(x, residual, rotary, attn)
         x, residual = self._reduce_and_add(attended, attention.out, stream)
+        if not can_fuse_mlp(mlp, x):
+            normed, stream = layer.post_norm(x, residual)
+            return mlp(normed), stream
+        assert isinstance(mlp, GatedMLP)
         inner, stream = self._norm_linear(x, residual, layer.post_norm, mlp.gate_up, gate=True)
         return self._reduce_and_add(inner, mlp.down, stream)
 
@@ -68,10 +75,11 @@ class FusedLayer:
             queries, keys = attention.norms
             norms = HeadNorms(queries.weight, keys.weight, queries.eps)
         shared = qkv, rotary, attention.kv
-        numbers = attention.scale, attention.window[0] if attention.window else 0
+        window, sinks = attention.window[0] if attention.window else 0, attention.sinks.get("sinks")
+        form = AttentionForm(attention.scale, window, norms, attention.gated, sinks)
         if isinstance(attn, SingleAttn):
-            return fused_decode_attention.attend(*shared, attn, *numbers, norms=norms), stream
-        return fused_verify_attention.attend(*shared, attn, *numbers, norms=norms, planned=self._planned), stream
+            return fused_decode_attention.attend(*shared, attn, form), stream
+        return fused_verify_attention.attend(*shared, attn, form, self._planned), stream
 
     def _mix_states(self, x: Tensor, residual: Tensor | None, rows: RecurrentRows) -> tuple[Tensor, Tensor]:
         """Returns (gated DeltaNet before its output projection, the stream), and updates the states of the rows."""
@@ -108,55 +116,63 @@ def multiply(
     """Multiplies by the single weight of a layer that ``can_fuse`` accepted (``skinny_gemm.product``)."""
     weight = linear.weights[0]
     if isinstance(weight, QuantisedWeight):
+        if weight.rounds:
+            codes, scales = rounded_rows.round_rows(x, weight.kind, norm)
+            return skinny_quantised_gemm.product(codes, weight, arrived, None, gate, residual, scales)
         return skinny_quantised_gemm.product(x, weight, arrived, norm, gate, residual)
     assert isinstance(weight, PlainWeight)
     return skinny_gemm.product(x, weight, arrived, norm, gate, residual)
 
 
 def can_fuse(layer: Any, x: Tensor, attn: Any, place: object = None) -> bool:
-    """Returns True if a launch of ``layer`` can be fused.
+    """Returns True if a launch of ``layer`` can be fused, at least up to its MLP or experts.
 
     It needs few tokens, each of which sees those before it, weights of the stream's dtype or quantised ones, RMS norms
-    before attention and a gated SiLU MLP, and a cache of that dtype.
+    before attention and MLP, and a cache of that dtype.
 
     Args:
         place: of a recurrent layer, the rows of states.
     """
     if not isinstance(layer, DecoderLayer) or not isinstance(attn, ItemAttn):
         return False
-    if not 0 < x.shape[0] <= skinny_gemm.FEW or attn.upto is not None or not _has_plain_norms_and_mlp(layer):
+    if not 0 < x.shape[0] <= skinny_gemm.FEW or attn.upto is not None or not _has_plain_norms_and_sums(layer):
         return False
     mixer: object = layer.attention  # a recurrent layer takes the place of attention
     if isinstance(mixer, GatedDeltaNet):
         fits = isinstance(attn, SingleAttn) and delta_net_step.fits(mixer.weights, mixer.state, place)
-        return fits and _take(x, layer, mixer.qkv, mixer.gates, mixer.out)
-    return isinstance(mixer, Attention) and _fits(mixer, x) and _take(x, layer, mixer.qkv, mixer.out)
+        return fits and _take(x, mixer.qkv, mixer.gates, mixer.out)
+    return isinstance(mixer, Attention) and _fits(mixer, x) and _take(x, mixer.qkv, mixer.out)
 
 
-def _has_plain_norms_and_mlp(layer: DecoderLayer) -> bool:
-    if layer.norms_after_sum or layer.norms_after_parts or layer.out_norms or layer.scale != 1:
+def can_fuse_mlp(mlp: object, x: Tensor) -> bool:
+    """Returns True for a gated SiLU MLP whose weights the fused products take."""
+    return isinstance(mlp, GatedMLP) and mlp.act == "silu" and _take(x, mlp.gate_up, mlp.down)
+
+
+def _has_plain_norms_and_sums(layer: DecoderLayer) -> bool:
+    if layer.norms_after_sum or layer.norms_after_parts or layer.shapes_outputs:
         return False
-    if not isinstance(layer.mlp, GatedMLP) or layer.mlp.act != "silu":
+    if layer.beside is not None or layer.sums_stream or layer.gives_kv:
         return False
     return isinstance(layer.input_norm, RMSNorm) and isinstance(layer.post_norm, RMSNorm)
 
 
 def _fits(attention: Attention, x: Tensor) -> bool:
     """Returns True for attention whose kernels are fused, over a cache of the stream's dtype."""
-    if attention.gated or attention.sinks or attention.scales_queries:
+    others = attention.v_norm is not None or bool(attention.joint_norms) or attention.keys_as_values
+    if others or attention.reads_kv or attention.scales_queries:
         return False
     held = attention.kv
     return held.k_scale is None and held.k.dtype == x.dtype
 
 
-def _take(x: Tensor, layer: DecoderLayer, *linears: Linear) -> bool:
-    mlp = cast(GatedMLP, layer.mlp)
-    return all(_takes(linear, x) for linear in (*linears, mlp.gate_up, mlp.down))
+def _take(x: Tensor, *linears: Linear) -> bool:
+    return all(_takes(linear, x) for linear in linears)
 
 
 def _takes(linear: Linear, x: Tensor) -> bool:
     """Returns True for a single weight whose rows begin on 16 bytes, within the number of counters: a dense one of x's
-    dtype, or codes that are multiplied without rounding activations.
+    dtype, or codes.
     """
     if len(linear.weights) != 1:
         return False

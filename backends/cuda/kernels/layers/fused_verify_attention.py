@@ -16,7 +16,12 @@ from trencadis.backends.cuda.kernels import online_softmax, paged_attention, til
 from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn, SingleAttn
 from trencadis.backends.cuda.kernels.layers import dependent_launch
 from trencadis.backends.cuda.kernels.layers.dependent_launch import wait
-from trencadis.backends.cuda.kernels.layers.fused_decode_attention import HeadNorms, check_inputs, norm_and_rotate
+from trencadis.backends.cuda.kernels.layers.fused_decode_attention import (
+    AttentionForm,
+    check_inputs,
+    norm_and_rotate,
+    split_queries,
+)
 from trencadis.backends.cuda.kernels.paged_attention import QueryTile, attend_part, leave_part
 from trencadis.backends.cuda.kernels.paged_attention_loop import KeyRanges, PagedKeys
 from trencadis.backends.cuda.kernels.tile_sizes import Tile
@@ -27,22 +32,21 @@ NEW: tl.constexpr = tl.constexpr(16)
 
 
 def attend(
-    qkv: Tensor, rotary: Rotary, kv: LayerKV, attn: ItemAttn, scale: float, window: int = 0,
-    norms: HeadNorms | None = None, planned: int = 0,
+    qkv: Tensor, rotary: Rotary, kv: LayerKV, attn: ItemAttn, form: AttentionForm, planned: int = 0
 ) -> Tensor:  # fmt: skip
     """Computes attention [n, heads x d] of rows of any number of tokens; surplus tokens get 0, and store nothing.
 
     Args:
-        qkv: [n, (heads + 2 x KV heads) x d], contiguous, of the cache's type; n is at most ``NEW``.
-        window: keys that a token sees, itself included; 0: all.
+        qkv: as for ``fused_decode_attention.attend``; n is at most ``NEW``.
         planned: query heads per KV head by which ``attn`` was planned, if layers differ; 0: those of this layer.
     """
+    scale, window, norms, gated, sinks = form
     n, (groups, d) = qkv.shape[0], kv.k.shape[2:]
-    heads = qkv.shape[1] // d - 2 * groups
+    q, gate = split_queries(qkv, groups, d, gated)
+    heads = q.shape[1]
     group = heads // groups
     assert len(qkv) <= NEW.value and not isinstance(attn, SingleAttn), "more tokens than the tile of new keys"
-    check_inputs(qkv, rotary, kv, attn, heads)
-    q = qkv[:, : heads * d].view(n, heads, d)
+    check_inputs(qkv, rotary, kv, attn, q)
     out = qkv.new_empty(n, heads, d)
     partial = paged_attention.partial(attn, q, kv)
     tile = _tile_of(q, group)
@@ -53,14 +57,18 @@ def attend(
     normed = norms is not None
     verify_items_kernel[(groups * subs, attn.item_row.shape[0])](
         out, partial.values, partial.weight, qkv, rotary.cos, rotary.sin, norms.queries if norms else qkv,
-        norms.keys if norms else qkv, kv.k, kv.v, attn.slot_map, attn.row_start, attn.context, attn.blocks,
-        attn.block_start, attn.item_row, attn.item_token, attn.item_begin, attn.item_stop, attn.item_part,
-        attn.context.shape[0], scale * online_softmax.LOG2E.value, norms.eps if norms else 0.0,
+        norms.keys if norms else qkv, qkv if sinks is None else sinks, kv.k, kv.v, attn.slot_map, attn.row_start,
+        attn.context, attn.blocks, attn.block_start, attn.item_row, attn.item_token, attn.item_begin,
+        attn.item_stop, attn.item_part, attn.context.shape[0], scale * online_softmax.LOG2E.value,
+        norms.eps if norms else 0.0,
         GROUP=group, GROUPS=groups, D=d, LANES=tile_sizes.lanes(d), M=tile.m, N=tile.n, BLOCK=kv.k.shape[1],
-        TOKENS=each, SUBS=subs, PART=partial.weight.shape[3], WINDOW=window, NORMED=normed, DEPENDENT=depends,
+        TOKENS=each, SUBS=subs, PART=partial.weight.shape[3], WINDOW=window, NORMED=normed,
+        GATED=gated, SINKS=sinks is not None, DEPENDENT=depends,
         num_warps=tile.warps, num_stages=tile.stages, **dependent_launch.options(depends),
     )  # fmt: skip
-    paged_attention.join(partial, attn, q, kv, out, alike=False, depends=depends, planned=planned)
+    paged_attention.join(
+        partial, attn, q, kv, out, alike=False, depends=depends, planned=planned, gate=gate, sinks=sinks
+    )
     return out.view(n, heads * d)
 
 
@@ -74,13 +82,16 @@ def _tile_of(q: Tensor, group: int) -> Tile:
 
 @triton.jit(do_not_specialize=["rows", "eps"])
 def verify_items_kernel(
-    out, part, weight, qkv, cos, sin, q_norm, k_norm, k, v, slot_map, row_start, context, blocks, block_start,
+    out, part, weight, qkv, cos, sin, q_norm, k_norm, sinks, k, v, slot_map, row_start, context, blocks, block_start,
     item_row, item_token, item_begin, item_stop, item_part, rows, scale, eps,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, SUBS: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr,
-    NORMED: tl.constexpr, DEPENDENT: tl.constexpr,
+    NORMED: tl.constexpr, GATED: tl.constexpr, SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile of an item. ``rows`` includes the surplus row, which is the last and has no keys."""
+    PITCH: tl.constexpr = 2 * D if GATED else D
+    QUERIES: tl.constexpr = GROUPS * GROUP * PITCH
+    WIDTH: tl.constexpr = QUERIES + 2 * GROUPS * D
     if DEPENDENT:
         wait()
     group = tl.program_id(0) // SUBS
@@ -105,8 +116,8 @@ def verify_items_kernel(
     head = group * GROUP + lane % GROUP
     position = (start + tl.where(live, own, token)).to(tl.int64)
     turn = (position * D)[:, None]
-    source = qkv + turn * (GROUPS * GROUP + 2 * GROUPS)
-    queries = norm_and_rotate(source, head, live, cos + turn, sin + turn, q_norm, eps, D, LANES, NORMED, True)
+    source = qkv + (position * WIDTH)[:, None]
+    queries = norm_and_rotate(source, head * PITCH, live, cos + turn, sin + turn, q_norm, eps, D, LANES, NORMED, True)
     tile = QueryTile(queries, lane, live, position, own, head, token + sub // GROUP, below)
     reach = _stored_reach(tile, before, begin, limit, N, WINDOW)
     keys = PagedKeys(k + group * D, v + group * D, blocks + tl.load(block_start + row), reach.stop)
@@ -114,12 +125,12 @@ def verify_items_kernel(
     new = tl.arange(0, NEW)
     there = (new < below) & (before + new >= begin) & (before + new < limit)
     place = (start + tl.where(there, new, 0)).to(tl.int64)
-    key_head = GROUPS * GROUP + group + new * 0
+    key_at = QUERIES + group * D + new * 0
     turn = (place * D)[:, None]
-    source = qkv + turn * (GROUPS * GROUP + 2 * GROUPS)
-    key = norm_and_rotate(source, key_head, there, cos + turn, sin + turn, k_norm, eps, D, LANES, NORMED, True)
+    source = qkv + (place * WIDTH)[:, None]
+    key = norm_and_rotate(source, key_at, there, cos + turn, sin + turn, k_norm, eps, D, LANES, NORMED, True)
     inside = there[:, None] & (dim < D)[None, :]
-    value = tl.load(source + ((key_head + GROUPS) * D)[:, None] + dim[None, :], mask=inside, other=0.0)
+    value = tl.load(source + (key_at + GROUPS * D)[:, None] + dim[None, :], mask=inside, other=0.0)
     first_lane = (new - token) * GROUP  # the tile that has a token's first query stores its key
     stores = there & (first_lane >= sub) & (first_lane < sub + M)
     slot = tl.load(slot_map + place, mask=stores, other=0)
@@ -136,9 +147,15 @@ def verify_items_kernel(
     if part_at >= 0:
         leave_part(part, weight, (part_at.to(tl.int64) * GROUPS + group) * PART, tile, acc, peak, total, PART, D, LANES)
     else:
+        if SINKS:
+            total = online_softmax.add_sink(total, peak, tl.load(sinks + head, mask=live, other=0.0))
         mean = online_softmax.finish(acc, total).to(out.dtype.element_ty)
         to = (position * (GROUPS * GROUP * D))[:, None] + (head * D)[:, None] + dim[None, :]
-        tl.store(out + to, mean, mask=live[:, None] & (dim < D)[None, :])
+        shown = live[:, None] & (dim < D)[None, :]
+        if GATED:
+            gate = qkv + (position * WIDTH + head * PITCH + D)[:, None] + dim[None, :]
+            mean = online_softmax.gate_mean(mean, gate, shown)
+        tl.store(out + to, mean, mask=shown)
 
 
 @triton.jit

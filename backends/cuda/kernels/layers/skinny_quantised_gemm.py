@@ -31,10 +31,8 @@ LINE = tl.constexpr(128)
 
 
 def fits(w: QuantisedWeight) -> bool:
-    """True if ``product`` takes the weight: its columns are in order, its rows begin on 16 bytes, and activations are
-    not rounded.
-    """
-    plain = w.gather is None and not w.rounds and w.columns == w.in_features
+    """True if ``product`` takes the weight: its columns are in order, and its rows begin on 16 bytes."""
+    plain = w.gather is None and w.columns == w.in_features
     return plain and w.codes.shape[1] % 16 == 0 and w.out_features <= 16 * skinny_gemm.COUNTERS
 
 
@@ -59,9 +57,13 @@ def pieces(features: int, steps: int, n: int) -> int:
 
 def product(
     x: Tensor, w: QuantisedWeight, arrived: Tensor, norm: NormOf | None = None, gate: bool = False,
-    residual: Tensor | None = None,
+    residual: Tensor | None = None, scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiplies as ``skinny_gemm.product`` does, by codes."""
+    """Multiplies as ``skinny_gemm.product`` does, by codes.
+
+    ``scales``: float32 [n], of tokens that ``rounded_rows.round_rows`` rounded, which have no norm here; None: of none.
+    """
+    assert (scales is not None) == w.rounds and (scales is None or norm is None), "rounded after the norm"
     n, features = x.shape[0], w.out_features // (2 if gate else 1)
     assert fits(w) and x.ndim == 2 and 0 < n <= skinny_gemm.FEW and x.shape[1] == w.in_features and x.is_contiguous()
     step, tile = step_of(w), tile_of(x, w, gate)
@@ -74,13 +76,14 @@ def product(
     coded_skinny_kernel[(count, cut)](
         out, total, sums, squares, arrived, x, added, x if norm is None else norm.weight, w.codes, w.factor,
         w.factor if w.scale is None else w.scale, w.factor if w.zero is None else w.zero,
-        out if w.bias is None else w.bias, x if residual is None else residual, n, 0.0 if norm is None else norm.eps,
+        out if w.bias is None else w.bias, x if residual is None else residual,
+        w.factor if scales is None else scales, n, 0.0 if norm is None else norm.eps,
         COLUMNS=w.columns, FEATURES=features, WIDTH=w.codes.shape[1], PIECES=cut, STEPS=each, KIND=w.kind,
         GROUP=w.group, ZERO=w.zero is not None, NORM=norm is not None,
         ADD=norm is not None and norm.residual is not None, GATE=gate, BIAS=w.bias is not None,
-        RESIDUAL=residual is not None, NARROW=x.dtype == torch.float16, PACKED=quantised_linear.is_packed(x.dtype),
-        CONVERTS=quantised_linear.converts(w, x.device), DEPENDENT=depends, M=tile.m, N=tile.n, STEP=step,
-        SPANS=spans,
+        RESIDUAL=residual is not None, ROUNDED=scales is not None, NARROW=x.dtype == torch.float16,
+        PACKED=quantised_linear.is_packed(x.dtype), CONVERTS=quantised_linear.converts(w, x.device), DEPENDENT=depends,
+        M=tile.m, N=tile.n, STEP=step, SPANS=spans,
         num_warps=tile.warps, num_stages=tile.stages, **dependent_launch.options(depends),
     )  # fmt: skip
     return out
@@ -88,12 +91,12 @@ def product(
 
 @triton.jit(do_not_specialize=["rows", "eps"])
 def coded_skinny_kernel(
-    out, total, sums, squares, arrived, x, added, norm, codes, factor, scale, zero, bias, residual, rows, eps,
-    COLUMNS: tl.constexpr, FEATURES: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, STEPS: tl.constexpr,
+    out, total, sums, squares, arrived, x, added, norm, codes, factor, scale, zero, bias, residual, token_scale, rows,
+    eps, COLUMNS: tl.constexpr, FEATURES: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, STEPS: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
-    GATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NARROW: tl.constexpr, PACKED: tl.constexpr,
-    CONVERTS: tl.constexpr, DEPENDENT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr,
-    SPANS: tl.constexpr,
+    GATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ROUNDED: tl.constexpr, NARROW: tl.constexpr,
+    PACKED: tl.constexpr, CONVERTS: tl.constexpr, DEPENDENT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    STEP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     SIZE: tl.constexpr = STEP // 2 if KIND == _INT4 else STEP
     tile = tl.program_id(0)
@@ -123,6 +126,10 @@ def coded_skinny_kernel(
         acc = acc * (tl.load(factor + feature, mask=there, other=0.0) * shift)[None, :]
         if GATE:
             up = up * (tl.load(factor + FEATURES + feature, mask=there, other=0.0) * shift)[None, :]
+        if ROUNDED:
+            size = tl.load(token_scale + row, mask=here, other=0.0)[:, None]
+            acc = acc * size
+            up = up * size
         kept = here[:, None] & there[None, :]
         _finish(out, acc, up, square, bias, residual, row, feature, kept, there, eps, COLUMNS, FEATURES, NORM, GATE,
                 BIAS, RESIDUAL)  # fmt: skip
