@@ -301,13 +301,13 @@ class DryRun:
         known = self.measured.graphs if self.measured else {}
         if self.config.graph_memory != "auto" or not known or settings.eager:
             return settings
-        prices = [p for p in self._prices(plan) if capturable(plan.policy, p.bucket) and self._gains_by_graph(p.bucket)]
+        prices = [p for p in self._prices(plan) if capturable(plan.policy, p.bucket) and self._is_worth_memory(p)]
         return budget.request_pools(settings, prices, self.policy.pool_cost)
 
-    def _gains_by_graph(self, bucket: Bucket) -> bool:
-        """Returns True if a launch is so short that its graph is worth memory of the KV cache."""
-        most = self.policy.auto_operations * self.device.ranks
-        return not most or count_operations(self.model, bucket, self.estimator.block_size) <= most
+    def _is_worth_memory(self, price: GraphPrice) -> bool:
+        """Returns True if a graph takes under a thousandth of the device, or its launch is short."""
+        most, small = self.policy.auto_operations * self.device.ranks, price.alone <= self.device.total // 1000
+        return small or not most or count_operations(self.model, price.bucket, self.estimator.block_size) <= most
 
     def _prices(self, plan: Plan) -> list[GraphPrice]:
         """Returns the price of every planned graph: measured, or by a formula scaled by measurements."""
