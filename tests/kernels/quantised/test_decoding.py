@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tests.kernels.quantised.test_quantised import normal, packed
-from trencadis.backends.cuda.kernels import quantised_linear, weight_operands
+from trencadis.backends.cuda.kernels import quantised_fused_moe, quantised_linear, weight_operands
 from trencadis.backends.cuda.weights.quantised_weight import dequantise
 from trencadis.core.quant.online_quant import quantise
-from trencadis.core.quant.quantised_weight_layout_and_bytes import DECODED_ROWS, Scheme
+from trencadis.core.quant.quantised_weight_layout_and_bytes import DECODED_ROWS, FP4_HALVES, Scheme
 
 SCHEMES = {
     "int4": Scheme(4, group=128), "int4 by rows": Scheme(4), "int4, groups of 32": Scheme(4, group=32),
@@ -64,6 +64,8 @@ def test_pieces_fill_waves_of_programs(rows: int, features: int, most: int) -> N
 
 # The instructions, on the host
 
+SHIFTS: dict[str, Any] = {"shr.u32": np.right_shift, "shl.b32": np.left_shift}
+
 
 def run_ptx(text: str, *words: np.ndarray) -> list[np.ndarray]:
     """Runs the instructions that decode codes on uint32 ``words``, the last operands; returns ``$0``, ``$1`` ..., the
@@ -108,8 +110,8 @@ def run_ptx(text: str, *words: np.ndarray) -> list[np.ndarray]:
                 both = a[0] | (a[1] << 32)
                 places = [(int(a[2][0]) >> (4 * i)) & 7 for i in range(4)]
                 held[to] = sum(((both >> np.uint64(8 * p)) & 255) << np.uint64(8 * i) for i, p in enumerate(places))
-            case "shr.u32":
-                held[to] = a[0] >> a[1]
+            case "shr.u32" | "shl.b32":
+                held[to] = SHIFTS[name](a[0], a[1]) & np.uint64(0xFFFFFFFF)
             case "lop3.b32":
                 assert int(given[3], 0) == 0xEA, "(a and b) or c"
                 held[to] = (a[0] & a[1]) | a[2]
@@ -167,6 +169,19 @@ def test_codes_less_their_zero_points(dtype: torch.dtype, text: tuple[Any, Any],
         pair = torch.full((len(given) // 2,), least - zero, dtype=dtype).view(torch.int32).numpy().view(np.uint32)
         found = values_of(run_ptx(text[high].value, given.view(np.uint32), pair, pair), dtype)
         assert found.tolist() == [float((b >> 4 if high else b & 15) - zero) for b in given.tolist()]
+
+
+@pytest.mark.parametrize("high", [False, True])
+@pytest.mark.parametrize(("dtype", "text"), [
+    (torch.bfloat16, (quantised_fused_moe._FP4_BF16, quantised_fused_moe._FP4_BF16_HIGH)),
+    (torch.float16, (quantised_fused_moe._FP4_F16, quantised_fused_moe._FP4_F16_HIGH)),
+], ids=["bfloat16", "float16"])  # fmt: skip
+def test_floats_of_4_bits(dtype: torch.dtype, text: tuple[Any, Any], high: bool) -> None:
+    """All bytes: sign and magnitude in their places, times a power of two, are the value."""
+    given = np.tile(np.arange(256, dtype=np.uint8), 4)
+    np.random.default_rng(1).shuffle(given)
+    found = values_of(run_ptx(text[high].value, given.view(np.uint32)), dtype)
+    assert found.tolist() == [FP4_HALVES[b >> 4 if high else b & 15] / 2 for b in given.tolist()]
 
 
 def test_floats_become_bfloat16() -> None:
