@@ -38,11 +38,19 @@ def experts(arch: int) -> Iterator[Case]:
                     fused_moe.run(x, s, w, TOP, n, k)
 
                 yield name, run
+    for count, experts, top in ((16, 256, 8), (1, 128, 8), (8, 512, 10)):
+        scores = torch.empty(count, experts, dtype=torch.bfloat16)
+        yield f"routes of {count} tokens to {experts} experts", lambda s=scores, t=top: route(s, t)
     yield from _experts_without_gates()
 
 
 PLAIN, PLAIN_TOP, PLAIN_COLUMNS, PLAIN_WIDTH = 128, 6, 1856, 2688
 """Those of Nemotron-3 Nano."""
+
+
+def route(scores: Tensor, top: int) -> None:
+    """Routes few tokens, whose tiles have 16 pairs."""
+    fused_moe.route_tokens(scores, top, True, 16)
 
 
 def _experts_without_gates() -> Iterator[Case]:

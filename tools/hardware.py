@@ -87,7 +87,7 @@ KERNELS = (
     Kernel("experts by codes", "quantised_fused_moe",
            ("coded_experts_kernel", "coded_experts_down_kernel", "gather_pairs_kernel"),
            ("test_quantised_experts",), ""),
-    Kernel("routes to experts", "fused_moe", ("route_kernel", "count_kernel", "place_kernel"),
+    Kernel("routes to experts", "fused_moe", ("route_kernel", "count_kernel", "place_kernel", "route_few_kernel"),
            ("test_experts_kernels",), ""),
     Kernel("8-bit KV cache", "quantised_kv_attention", ("codes_kernel",), ("test_kv_codes",), ""),
     Kernel("adapters", "lora_shrink_expand", ("_shrink", "_expand"), ("test_adapters",), ""),

@@ -72,7 +72,8 @@ class Xpu(Accelerator):
 PTX = {"skinny_kernel None", "coded_skinny_kernel 0", "coded_skinny_kernel 1", "coded_skinny_kernel 2",
        "quantised_kernel 1", "quantised_kernel 2", "decoding_kernel 1", "decoding_kernel 2",
        *(f"coded_experts{part}kernel {kind}" for part in ("_", "_down_") for kind in (1, 2, 4))}  # fmt: skip
-DEPENDENT = {"skinny_kernel None", "turned_items_kernel None", "join_kernel None",
+DEPENDENT = {"skinny_kernel None", "turned_items_kernel None", "verify_items_kernel None", "join_kernel None",
+             "rounded_rows_kernel None",
              *(f"coded_skinny_kernel {kind}" for kind in range(3))}  # fmt: skip
 """What a card of NVIDIA's runs."""
 

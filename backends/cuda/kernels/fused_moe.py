@@ -32,6 +32,9 @@ CHUNK = 1024
 ELEMENTS = 4096
 """Number of comparisons of a pair and an expert that a program holds at a time."""
 
+COMPARED = 128
+"""Maximum number of pairs that are placed by comparing each with each."""
+
 
 class Routes(NamedTuple):
     """The routing of n tokens."""
@@ -46,8 +49,8 @@ def tile_capacity(pairs: int, count: int, tile: int) -> int:
     return min(pairs, pairs // tile + count)
 
 
-def route_tokens(scores: Tensor, top: int, normalise: bool, tile: int) -> Routes:
-    """Routes scores [n, count], contiguous, in tiles of ``tile`` pairs."""
+def route_tokens(scores: Tensor, top: int, normalise: bool, tile: int, alike: bool = False) -> Routes:
+    """Routes scores [n, count], contiguous, in tiles of ``tile`` pairs; few tokens in one launch unless ``alike``."""
     assert scores.ndim == 2 and scores.is_contiguous() and 0 < top <= scores.shape[1], (scores.shape, top)
     n, count = scores.shape
     pairs, lanes, device = n * top, max(power(count), 2), scores.device
@@ -57,10 +60,18 @@ def route_tokens(scores: Tensor, top: int, normalise: bool, tile: int) -> Routes
         torch.empty(tiles * tile, dtype=torch.int32, device=device),
         torch.empty(tiles, dtype=torch.int32, device=device),
     )
+    rows, picks = power(n), max(power(top), 2)
+    if n <= tile and rows * picks <= COMPARED and rows * lanes <= 4 * ELEMENTS and not alike:
+        route_few_kernel[(1,)](
+            found.shares, found.order, found.owner, scores, n, tiles, COUNT=count, LANES=lanes, TOP=top, PICKS=picks,
+            NORMALISE=normalise, ROWS=rows, TILES=power(tiles), M=tile,
+            num_warps=4 if rows * lanes <= 1024 else 16,
+        )  # fmt: skip
+        return found
     chosen = torch.empty(pairs, dtype=torch.int32, device=device)
     part = torch.empty((chunks, lanes), dtype=torch.int32, device=device)
     route_kernel[(n,)](
-        found.shares, chosen, scores, COUNT=count, LANES=lanes, TOP=top, PICKS=max(power(top), 2),
+        found.shares, chosen, scores, COUNT=count, LANES=lanes, TOP=top, PICKS=picks,
         NORMALISE=normalise, num_warps=1 if lanes <= 256 else 4,
     )  # fmt: skip
     few = max(ELEMENTS // lanes, 2)
@@ -77,27 +88,67 @@ def route_kernel(
     NORMALISE: tl.constexpr,
 ):  # fmt: skip
     """Selects the experts of one token; of two equal ones the lower number. A NaN affects its shares, not its order."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, LANES)
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    pick = tl.arange(0, PICKS)
+    found, part = choose_experts(scores, row, row >= 0, COUNT, LANES, TOP, PICKS, NORMALISE, 1)
+    address = (row * TOP)[:, None] + pick[None, :]
+    tl.store(chosen + address, found, mask=(pick < TOP)[None, :])
+    tl.store(shares + address, part, mask=(pick < TOP)[None, :])
+
+
+@triton.jit
+def choose_experts(
+    scores, row, here, COUNT: tl.constexpr, LANES: tl.constexpr, TOP: tl.constexpr, PICKS: tl.constexpr,
+    NORMALISE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Returns (int32 experts, float32 shares), [ROWS, PICKS] each, of the tokens ``row`` [ROWS]."""
+    at = tl.arange(0, LANES)[None, :]
     inside = at < COUNT
-    value = tl.load(scores + row * COUNT + at, mask=inside, other=float("-inf")).to(tl.float32)
-    each = tl.where(inside, tl.exp(value - tl.max(value, 0)), 0.0)
-    share = each / tl.sum(each, 0)
+    value = tl.load(scores + row[:, None] * COUNT + at, mask=here[:, None] & inside, other=float("-inf"))
+    value = tl.where(here[:, None] | (at > 0), value.to(tl.float32), 0.0)
+    each = tl.where(inside, tl.exp(value - tl.max(value, 1)[:, None]), 0.0)
+    share = each / tl.sum(each, 1)[:, None]
     # Selected experts and lanes beyond the last score lower than every expert that is left.
     left = tl.where(value > -3.0e38, value, -3.0e38)
     left = tl.where(inside, left, float("-inf"))
-    pick = tl.arange(0, PICKS)
-    found = tl.zeros([PICKS], tl.int32)
-    part = tl.zeros([PICKS], tl.float32)
+    pick = tl.arange(0, PICKS)[None, :]
+    found = tl.zeros([ROWS, PICKS], tl.int32)
+    part = tl.zeros([ROWS, PICKS], tl.float32)
     for i in tl.static_range(TOP):
-        best = tl.min(tl.where(left == tl.max(left, 0), at, LANES - 1), 0)
+        best = tl.min(tl.where(left == tl.max(left, 1)[:, None], at, LANES - 1), 1)[:, None]
         found = tl.where(pick == i, best, found)
-        part = tl.where(pick == i, tl.sum(tl.where(at == best, share, 0.0), 0), part)
+        part = tl.where(pick == i, tl.sum(tl.where(at == best, share, 0.0), 1)[:, None], part)
         left = tl.where(at == best, float("-inf"), left)
     if NORMALISE:
-        part = part / tl.sum(part, 0)
-    tl.store(chosen + row * TOP + pick, found, mask=pick < TOP)
-    tl.store(shares + row * TOP + pick, part, mask=pick < TOP)
+        part = part / tl.sum(part, 1)[:, None]
+    return found, part
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def route_few_kernel(
+    shares, order, owner, scores, rows, tiles, COUNT: tl.constexpr, LANES: tl.constexpr, TOP: tl.constexpr,
+    PICKS: tl.constexpr, NORMALISE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """Routes at most M tokens, so that no expert has more than one tile, as the three kernels for more do."""
+    row = tl.arange(0, ROWS)
+    pick = tl.arange(0, PICKS)[None, :]
+    found, part = choose_experts(scores, row, row < rows, COUNT, LANES, TOP, PICKS, NORMALISE, ROWS)
+    there = (row < rows)[:, None] & (pick < TOP)
+    tl.store(shares + (row * TOP)[:, None] + pick, part, mask=there)
+    slot = tl.arange(0, TILES)
+    tl.store(owner + slot, tl.full([TILES], -1, tl.int32), mask=slot < tiles)
+    lane = slot[:, None] * M + tl.arange(0, M)[None, :]
+    tl.store(order + lane, tl.full([TILES, M], -1, tl.int32), mask=(slot < tiles)[:, None])
+    tl.debug_barrier()  # all threads have marked their places as unused before pairs take some
+    expert = tl.reshape(tl.where(there, found, -1), [ROWS * PICKS])
+    pair = tl.reshape((row * TOP)[:, None] + pick, [ROWS * PICKS])
+    index = tl.arange(0, ROWS * PICKS)
+    earlier = (expert[:, None] == expert[None, :]) & (index[None, :] < index[:, None])
+    place = tl.sum(earlier.to(tl.int32), 1)
+    leads = tl.where((place == 0) & (expert >= 0), expert, COUNT)  # an expert where its first pair is
+    tile = tl.sum((leads[None, :] < expert[:, None]).to(tl.int32), 1)
+    tl.store(order + tile * M + place, pair, mask=expert >= 0)
+    tl.store(owner + tile, expert, mask=leads < COUNT)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -162,7 +213,7 @@ def run(
         return out
     length = "few" if not alike and n * top <= FEW * w.count else "many"
     tile = tile_of(x, w.gate_up, length)
-    routes = route_tokens(scores, top, normalise, tile.m)
+    routes = route_tokens(scores, top, normalise, tile.m, alike)
     between = _up(x, w, routes, top, kind, tile)
     if isinstance(w.gate_up, StackedCodes) or isinstance(w.down, StackedCodes):
         tile = tile_of(x, w.down, length)._replace(m=tile.m)
