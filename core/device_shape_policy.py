@@ -183,6 +183,8 @@ class Policy:
             their launch overhead is negligible; their buckets are only compiled.
         capture_operations: operations of a prompt's products up to which it is captured in any case: the tokens of
             ``capture_limit`` take a small model less time than their launches take the host. 0: that limit alone.
+        auto_operations: most operations of a launch, on one device, whose large graph ``--graph-memory auto`` keeps
+            memory for; the host launches larger ones in a small part of their time. 0: no limit.
         utilisation_of: the memory that `--gpu-memory-utilization` is a fraction of: ``free`` (after profiling) or
             ``total``.
         pool_cost: how graphs of a stage share workspaces: ``sum``: each has its own; ``max``: all share the largest.
@@ -262,6 +264,7 @@ class Policy:
     capture_order: str = "strategy"
     capture_limit: Mapping[Stage, int] = field(default_factory=dict)
     capture_operations: float = 0.0
+    auto_operations: float = 0.0
     utilisation_of: str = "free"
     pool_cost: str = "sum"
     graph_memory: GraphMemory = GraphMemory()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools import recurrent_kernel_cases, row_kernel_cases
+from tools import expert_kernel_cases, recurrent_kernel_cases, row_kernel_cases
 from tools.compiled import layer_cases
 from trencadis.backends.cuda.kernels import (
     cross_attend,
@@ -222,5 +222,6 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     "head": row_kernel_cases.sampling,
     "recurrent": recurrent_kernel_cases.recurrent,
     "quantised": row_kernel_cases.products,
-    "experts": row_kernel_cases.experts,
+    "experts": expert_kernel_cases.experts,
+    "coded_experts": expert_kernel_cases.coded_experts,
 }

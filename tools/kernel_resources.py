@@ -299,6 +299,7 @@ ATTENTION = (
     "quantised",
     "added",
     "experts",
+    "coded_experts",
     "conv",
     "scan_kernel",
     "squares_kernel",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from trencadis.backends.cuda.kernels import (
     sample,
     tile_sizes,
 )
-from trencadis.backends.cuda.kernels import fused_moe as expert_products
 from trencadis.backends.cuda.kernels.layers import rounded_rows, skinny_gemm, skinny_quantised_gemm
 from trencadis.backends.cuda.weights.quantised_weight import E4M3, QuantisedWeight, pack_quantised_weight
 from trencadis.core.device.backend import AdapterWeights, HeadTensors, ResetTensors, SamplerState
@@ -193,45 +191,3 @@ def fused_products(name: str, w: QuantisedWeight, dtype: torch.dtype) -> Iterato
 
         yield f"{name}, gate and up{few}", gate
         yield f"{name}, down{few}", down
-
-
-EXPERTS, TOP, COLUMNS, WIDTH = 128, 8, 768, 2048
-"""Those of Qwen3-30B-A3B."""
-
-
-def experts(arch: int) -> Iterator[Case]:
-    """Every line of ``tiles/experts.csv`` in each type, few pairs and many; the launches of a layer."""
-    for dtype in DTYPES:
-        held = expert_products.StackedExperts(
-            torch.empty(EXPERTS, 2 * COLUMNS, WIDTH, dtype=dtype), torch.empty(EXPERTS, WIDTH, COLUMNS, dtype=dtype),
-            EXPERTS, COLUMNS,
-        )  # fmt: skip
-        for count, label in ((4, "few"), (2 * EXPERTS * expert_products.FEW // TOP, "many")):
-            x, scores = torch.empty(count, WIDTH, dtype=dtype), torch.empty(count, EXPERTS, dtype=dtype)
-            for normalise, kind in ((True, "silu"), (False, "gelu_tanh"))[: 2 if label == "few" else 1]:
-                name = f"{str(dtype).removeprefix('torch.')} {kind}, {label}"
-
-                def run(x: Tensor = x, s: Tensor = scores, w: Any = held, n: bool = normalise, k: str = kind) -> None:
-                    expert_products.run(x, s, w, TOP, n, k)
-
-                yield name, run
-    yield from _experts_without_gates()
-
-
-PLAIN, PLAIN_TOP, PLAIN_COLUMNS, PLAIN_WIDTH = 128, 6, 1856, 2688
-"""Those of Nemotron-3 Nano."""
-
-
-def _experts_without_gates() -> Iterator[Case]:
-    """Yields the launches of a layer in bfloat16, few pairs and many."""
-    w = expert_products.StackedExperts(
-        torch.empty(PLAIN, PLAIN_COLUMNS, PLAIN_WIDTH, dtype=torch.bfloat16),
-        torch.empty(PLAIN, PLAIN_WIDTH, PLAIN_COLUMNS, dtype=torch.bfloat16), PLAIN, PLAIN_COLUMNS,
-    )  # fmt: skip
-    for count, label in ((4, "few"), (2 * PLAIN * expert_products.FEW // PLAIN_TOP, "many")):
-        x, scores = torch.empty(count, PLAIN_WIDTH, dtype=torch.bfloat16), torch.empty(count, PLAIN)
-
-        def run(x: Tensor = x, s: Tensor = scores) -> None:
-            expert_products.run(x, s, w, PLAIN_TOP, True, "relu2")
-
-        yield f"bfloat16 relu2 without gates, {label}", run

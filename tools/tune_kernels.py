@@ -47,6 +47,7 @@ GRIDS = {
     "skinny": ((16,), (16, 32, 64)),
     "coded_skinny": ((8, 16), (32, 64, 128)),
     "experts": ((16, 32, 64, 128), (32, 64, 128)),
+    "coded_experts": ((16, 32, 64, 128), (16, 32, 64, 128)),
 }
 """Query and key sizes of candidate tiles, rows and features of products: powers of two within the kernels' limits."""
 
@@ -55,14 +56,15 @@ def candidates(kernel: str, entry: TileEntry) -> Iterator[Tile]:
     """Every tile worth compiling for ``entry``; float32 products are not pipelined."""
     queries, keys = GRIDS[kernel]
     stages = STAGES if (entry.bits == 16 and kernel != "attend_windows") or kernel in PRODUCTS else (1,)
-    for m, n, warps, count in itertools.product(queries, keys, (2, 4) if kernel == "coded_skinny" else WARPS, stages):
+    counts = (2, 4) if kernel in ("coded_skinny", "coded_experts") else WARPS
+    for m, n, warps, count in itertools.product(queries, keys, counts, stages):
         if kernel == "coded_skinny" and (m == skinny_quantised_gemm.FEW) != (entry.length == "few"):
             continue
         if m >= entry.group and (kernel in PRODUCTS or STEP % n == 0) and m * n >= 32 * warps:
             yield Tile(m, n, warps, count)
 
 
-PRODUCTS = ("quantised", "skinny", "coded_skinny", "experts")
+PRODUCTS = ("quantised", "skinny", "coded_skinny", "experts", "coded_experts")
 """Kernels whose tiles have features in place of keys."""
 
 
@@ -72,8 +74,10 @@ def launches(kernel: str, entry: TileEntry, device: torch.device) -> list[cases.
         return products(entry, device)
     if kernel in ("skinny", "coded_skinny"):
         return skinny_products(entry, device, ("int4", "fp8") if kernel == "coded_skinny" else ("",))
-    if kernel == "experts":
-        return [layer_cases.experts(rows, device) for rows in ((1, 8) if entry.length == "few" else (256, 4096))]
+    if kernel in ("experts", "coded_experts"):
+        codes = Scheme(4, group=32) if kernel == "coded_experts" else None
+        sizes = (1, 8) if entry.length == "few" else (256, 4096)
+        return [layer_cases.experts(rows, device, codes=codes) for rows in sizes]
     d = entry.head
     dtype = torch.bfloat16 if entry.bits == 16 else torch.float16
     models = [cases.Model(16, 2, d, dtype), cases.Model(28, 4, d, dtype)]

@@ -77,6 +77,7 @@ CHECKS: dict[str, Check] = {
     "op.act": op_checks_layers.act,
     "op.act_mul": op_checks_layers.act_mul,
     "op.experts": op_checks_layers.experts,
+    "op.experts.quantised": op_checks_layers.quantised_experts,
     "op.rotary": op_checks.rotary,
     "op.rope_store": op_checks.rope_store,
     "op.attend": op_checks.attend,

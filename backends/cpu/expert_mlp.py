@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -65,15 +65,27 @@ def join_experts(
     return made
 
 
-def route_tokens(scores: Tensor, top: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    """Returns (shares float32 [n, top], experts int64 [n, top]) for scores [n, count]; the softmax is over all
-    experts.
+class RoutedTokens(NamedTuple):
+    """What ``route_tokens`` returns: shares float32 [n, top] and experts int64 [n, top], the best first."""
+
+    shares: Tensor
+    experts: Tensor
+
+
+def route_tokens(scores: Tensor, top: int, normalise: bool) -> RoutedTokens:
+    """Chooses the ``top`` best-scored experts of each token, of equal scores [n, count] the lower number.
+
+    Their shares are those of the softmax over all experts, which add up to 1 if ``normalise``. Scores are ranked, not
+    shares: different scores may have equal shares, and a tie must choose alike in every kernel of a device.
     """
-    found = scores.float().softmax(-1).topk(top)
-    shares = found.values
-    if normalise:
-        shares = shares / shares.sum(-1, keepdim=True)
-    return shares, found.indices
+    wide, last = scores.float() + 0.0, scores.shape[1] - 1  # the sum makes both zeros one score
+    bits = wide.view(torch.int32)
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # integers in the order of the scores
+    # Numbers in which no two experts are equal: topk takes any of equal ones, and a stable sort is five times slower.
+    ranked = (order << 32) | torch.arange(last, -1, -1, device=scores.device)
+    experts = last - (ranked.topk(top).values & 0x7FFFFFFF)
+    shares = wide.softmax(-1).gather(1, experts)
+    return RoutedTokens(shares / shares.sum(-1, keepdim=True) if normalise else shares, experts)
 
 
 class ActivationOps(Protocol):
@@ -95,7 +107,7 @@ def run_all_experts(
     ops: Any, x: Tensor, scores: Tensor, w: JoinedExperts, top: int, normalise: bool, kind: str
 ) -> Tensor:
     """Implements ``backend.Ops.experts`` over all experts, ``ROWS`` rows at a time; other experts have share zero."""
-    shares, chosen = route_tokens(scores, top, normalise)
+    shares, chosen = ops.route_tokens(scores, top, normalise)
     n, wide = len(x), len(w.gate_up) // w.count
     every = torch.zeros((n, w.count), dtype=torch.float32, device=x.device).scatter(1, chosen, shares)
     many = min(max(ROWS // max(n, 1), 1), w.count)

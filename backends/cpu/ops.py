@@ -141,7 +141,8 @@ class CpuOps(ReplayOps, RecurrentKernelOps, AdapterOps, ReferenceOps):
         """Packs integers for own kernels, or else for torch's; if neither can be used, a weight of the engine's
         dtype.
         """
-        return panel_weight(q, bias) or integer_weight(q, bias) or super().pack_quantised(q, bias)
+        made = panel_weight(q, bias, weight_packing.pages.take)
+        return made or integer_weight(q, bias) or super().pack_quantised(q, bias)
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         if isinstance(w, PackedWeight):

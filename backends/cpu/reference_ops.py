@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.backends.cpu.expert_mlp import JoinedExperts, join_experts, run_all_experts
+from trencadis.backends.cpu.expert_mlp import (
+    JoinedExperts,
+    RoutedTokens,
+    join_experts,
+    route_tokens,
+    run_all_experts,
+)
 from trencadis.backends.cpu.lora_adapter_products import add_masked_adapters, mask_slots
 from trencadis.backends.cpu.recurrent_ops import RecurrentReference
 from trencadis.backends.cpu.sampler import sample_full, thresholds, unpack, update
@@ -127,6 +133,10 @@ class ReferenceOps(RecurrentReference):
         self, gate_up: Sequence[Tensor], down: Sequence[Tensor], biases: ExpertBiases | None = None
     ) -> ExpertWeights:
         return join_experts(gate_up, down, biases)
+
+    def route_tokens(self, scores: Tensor, top: int, normalise: bool) -> RoutedTokens:
+        """Chooses the experts of each token; a device without 64-bit integers has its own way."""
+        return route_tokens(scores, top, normalise)
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
         assert isinstance(w, JoinedExperts)

@@ -50,10 +50,10 @@ from trencadis.backends.cuda.kernels.attention_metadata import (
     ItemRows,
     SingleAttn,
 )
-from trencadis.backends.cuda.kernels.fused_moe import StackedExperts
 from trencadis.backends.cuda.kernels.layers import fused_layer, skinny_gemm
 from trencadis.backends.cuda.shape_policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
+from trencadis.backends.cuda.weights.stacked_experts import StackedExperts, stack_experts
 from trencadis.core import envs
 from trencadis.core.device.backend import (
     AdapterRows,
@@ -212,10 +212,13 @@ class CudaOps(HostLayerOps, ReferenceOps):
     def pack_experts(
         self, gate_up: Sequence[Tensor], down: Sequence[Tensor], biases: ExpertBiases | None = None
     ) -> ExpertWeights:
-        made = StackedExperts(torch.stack(list(gate_up)), torch.stack(list(down)), len(down), down[0].shape[1])
-        if biases is not None:
-            made.gate_up_bias, made.down_bias = (torch.stack(list(some)) for some in biases)
-        return made
+        return stack_experts(gate_up, down, biases, tile_sizes.arch_of(down[0].device))
+
+    def pack_quantised_experts(
+        self, gate_up: Sequence[Tensor | QTensor], down: Sequence[Tensor | QTensor], biases: ExpertBiases | None = None
+    ) -> StackedExperts:
+        """Implements ``core.models.moe.CodingOps``: packs the codes of each expert unchanged, with their scales."""
+        return stack_experts(gate_up, down, biases, tile_sizes.arch_of(down[0].device))
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
         assert isinstance(w, StackedExperts)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.backends.cpu.expert_mlp import activate, join_experts, route_tokens, run_all_experts
+from trencadis.backends.cpu.expert_mlp import RoutedTokens, activate, join_experts, run_all_experts
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.hpu.habana_bridge import Bridge
 from trencadis.backends.hpu.hpu_quantised_linear import E4M3, floats8_weight, round_tokens
@@ -100,6 +100,15 @@ def list_fp8_experts(
     return ListedFp8Experts(codes[0], codes[1], scales[0], scales[1], len(down), down[0].shape[1], total)
 
 
+def route_by_topk(scores: Tensor, top: int, normalise: bool) -> RoutedTokens:
+    """Chooses experts as ``expert_mlp.route_tokens`` does, except that of equal shares any is taken.
+
+    Ranking by number needs 64-bit integers or a sort, which a card computes as a topk of all experts.
+    """
+    shares, experts = scores.float().softmax(-1).topk(top)
+    return RoutedTokens(shares / shares.sum(-1, keepdim=True) if normalise else shares, experts)
+
+
 def run_listed_fp8_experts(
     ops: ExpertOps, x: Tensor, scores: Tensor, w: ListedFp8Experts, top: int, normalise: bool, kind: str
 ) -> Tensor:
@@ -108,7 +117,7 @@ def run_listed_fp8_experts(
     """
     bridge, multiply = ops.bridge, ops.bridge.fp8_gemm_v2
     assert bridge.fp8_experts is not None and bridge.cast_to_fp8_v2 is not None and multiply is not None
-    shares, chosen = route_tokens(scores, top, normalise)
+    shares, chosen = route_by_topk(scores, top, normalise)
     codes, scale = round_tokens(x, bridge.fp8_top, bridge.cast_to_fp8_v2)
     if kind == KIND and len(w.gate_up[0]) == 2 * w.inner:
         shares = shares.to(x.dtype)
@@ -139,7 +148,7 @@ def run_listed_experts(
     """Implements ``core.device.backend.Ops.experts``; another activation than ``KIND``, and experts without gates,
     take plain products over each expert.
     """
-    shares, chosen = route_tokens(scores, top, normalise)
+    shares, chosen = route_by_topk(scores, top, normalise)
     if kind == KIND and len(w.gate_up[0]) == 2 * w.inner:
         return kernel(x, chosen, shares.to(x.dtype), w.gate_up, w.down)
     out = torch.zeros_like(x, dtype=torch.float32)

@@ -35,6 +35,7 @@ from trencadis.backends.hpu.fused_experts import (
     check_fp8_experts,
     list_experts,
     list_fp8_experts,
+    route_by_topk,
     run_listed_experts,
     run_listed_fp8_experts,
 )
@@ -204,6 +205,8 @@ class HpuOps(JoinedAdapterOps, StaticRecurrentOps, ReferenceOps):
         if not self.fused_fp8_experts or biases is not None:
             return None
         return list_fp8_experts(gate_up, down, self.bridge.fp8_top, self.bridge.device)
+
+    route_tokens = staticmethod(route_by_topk)
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
         if isinstance(w, ListedFp8Experts):

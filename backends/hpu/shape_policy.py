@@ -224,6 +224,7 @@ SERVING = Policy(
     rules=RULES,
     corners=CORNERS,
     capture_order="strategy",
+    auto_operations=1e14,  # 7,700 tokens of a 7B, for which a Gaudi 2 computes a quarter of a second at least
     utilisation_of="free",
     pool_cost="sum",
     ridge=128.0,

@@ -81,14 +81,18 @@ def layer(name: str, shape: LayerShape, rows: int, device: torch.device, dtype: 
     )  # fmt: skip
 
 
-def experts(rows: int, device: torch.device, small: bool = False) -> Case:
-    """The experts of one layer, of which each token takes some."""
+def experts(rows: int, device: torch.device, small: bool = False, codes: Scheme | None = None) -> Case:
+    """The experts of one layer, of which each token takes some; as ``codes`` if given."""
     count, top, inner, hidden = (4, 2, 32, 64) if small else (EXPERTS, TOP, EXPERT_INNER, EXPERT_HIDDEN)
     dtype = torch.float32 if small else DTYPE
     gate_up = [torch.randn(2 * inner, hidden, dtype=dtype, device=device) / hidden**0.5 for _ in range(count)]
     down = [torch.randn(hidden, inner, dtype=dtype, device=device) / inner**0.5 for _ in range(count)]
     x, scores = (torch.randn(rows, n, dtype=dtype, device=device) for n in (hidden, count))
     held: Any = CudaOps().pack_experts(gate_up, down)
+    if codes is not None:
+        coded = [[online_quant.quantise(one, codes, dtype) for one in some] for some in (gate_up, down)]
+        held = CudaOps().pack_quantised_experts(coded[0], coded[1])
+        gate_up, down = ([q.values() for q in some] for some in coded)
     ops = ReferenceOps()
     reference = ops.pack_experts(gate_up, down)
 
@@ -96,10 +100,11 @@ def experts(rows: int, device: torch.device, small: bool = False) -> Case:
         return fused_moe.run(x, scores, held, top, True, "silu")
 
     used = min(count, rows * top)
-    size = used * (gate_up[0].nbytes + down[0].nbytes)
+    size = used * held.nbytes // count
+    label = "" if codes is None else f" of {codes.label}"
     return Case(
-        f"experts {count} take {top}, {rows} rows", "experts", run, bytes=size, flops=6 * rows * top * inner * hidden,
-        bound="read" if rows <= 64 else "flops",
+        f"experts {count} take {top}{label}, {rows} rows", "experts", run, bytes=size,
+        flops=6 * rows * top * inner * hidden, bound="read" if rows <= 64 else "flops",
         check=lambda: float((run() - ops.experts(x, scores, reference, top, True, "silu")).float().abs().max()),
     )  # fmt: skip
 
@@ -111,6 +116,7 @@ def cases(device: torch.device, small: bool = False) -> Iterator[Case]:
         yield skinny(2, 64, 512, device, torch.float32, "int4")
         yield layer("narrow", SMALL["narrow"], 1, device, torch.float32)
         yield experts(3, device, small=True)
+        yield experts(3, device, small=True, codes=Scheme(4, group=32))
         return
     for out, columns in ((2560, 2048), (37_888, 3584), (3584, 18_944)):
         for rows in (1, 16):
@@ -121,3 +127,4 @@ def cases(device: torch.device, small: bool = False) -> Iterator[Case]:
             yield layer(name, shape, rows, device)
     for rows in (1, 64, 4096):
         yield experts(rows, device)
+        yield experts(rows, device, codes=Scheme(4, group=32))

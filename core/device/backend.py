@@ -167,7 +167,7 @@ class Ops(Protocol):
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
         """Runs MLPs, with gates or without, [n, hidden] -> [n, hidden]: for each token, the weighted sum of its ``top``
-        best-scored experts.
+        best-scored experts, of equal scores those with the lower numbers; a Gaudi takes any of equal ones.
 
         Args:
             scores: [n, count], the router's output; an expert's weight is the float32 softmax of the scores over all

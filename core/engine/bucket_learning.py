@@ -405,6 +405,7 @@ class BucketLearning:
         """Decides about the proposal by what the traffic since it was made costs.
 
         That of the last hour's needs takes its place where it costs less; if that is certain, the traffic has shifted.
+        Each period is then priced by the plan that the other ones prefer.
         """
         assert self._proposal is not None
         present, proposal = self.present(), self._proposal
@@ -413,7 +414,7 @@ class BucketLearning:
             proposal = dataclasses.replace(proposal, buckets=proposal.recent)
             if plan_change_rules.has_traffic_shifted(costs):
                 self.recorder.start_over()
-            costs = plan_change_rules.take_recent(costs)
+        costs = plan_change_rules.cross_validate(costs)
         self._gain = plan_change_rules.gain_of(costs)
         self.revision += 1
         takes = self._change_seconds(proposal.buckets)

@@ -39,7 +39,6 @@ from trencadis.core.memory.graph_measurement_cache import Measurements
 from trencadis.core.memory.graph_selection import GraphPrice, GraphSelection
 from trencadis.core.memory.launch_memory import attending, costliest_buckets
 from trencadis.core.memory.memory_division import (
-    POOLS,
     DeviceTooSmall,
     GraphSettings,
     Ledger,
@@ -47,7 +46,6 @@ from trencadis.core.memory.memory_division import (
     MemorySplit,
     check_capacity,
     divide_memory,
-    pool_of,
     share_of,
     unused_line,
     usable_bytes,
@@ -58,6 +56,7 @@ from trencadis.core.memory.weight_bytes import slot_sizes
 from trencadis.core.shapes.bucket_options import BucketOptions
 from trencadis.core.shapes.bucket_planner import make_plan
 from trencadis.core.shapes.bucket_profile import plan_by_profile
+from trencadis.core.shapes.launch_costs import count_operations
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.spec.draft_checkpoint import Drafter
 from trencadis.core.spec.spec_config import draft_flag, resolve_speculation
@@ -302,10 +301,13 @@ class DryRun:
         known = self.measured.graphs if self.measured else {}
         if self.config.graph_memory != "auto" or not known or settings.eager:
             return settings
-        prices = [p for p in self._prices(plan) if capturable(plan.policy, p.bucket)]
-        by_pool = [[p for p in prices if pool_of(p.bucket.stage) == pool] for pool in POOLS]
-        text, vision, decode = (-(-11 * budget.set_cost(found, self.policy.pool_cost) // 10) for found in by_pool)
-        return dataclasses.replace(settings, requested=(text, vision, decode))
+        prices = [p for p in self._prices(plan) if capturable(plan.policy, p.bucket) and self._is_worth_memory(p)]
+        return budget.request_pools(settings, prices, self.policy.pool_cost)
+
+    def _is_worth_memory(self, price: GraphPrice) -> bool:
+        """Returns True if a graph takes under a thousandth of the device, or its launch is short."""
+        most, small = self.policy.auto_operations * self.device.ranks, price.alone <= self.device.total // 1000
+        return small or not most or count_operations(self.model, price.bucket, self.estimator.block_size) <= most
 
     def _prices(self, plan: Plan) -> list[GraphPrice]:
         """Returns the price of every planned graph: measured, or by a formula scaled by measurements."""

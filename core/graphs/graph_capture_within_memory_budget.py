@@ -159,6 +159,7 @@ class GraphCaptures:
         """Prices of all graphs that are or were planned, since a measured cost predicts those of its neighbours."""
         self.unavailable = self.unavailable or bool(self.graphs.backend.policy.graphless)
         self.set_prices(self.prices)
+        self._first = self.wanted
         self.tried: set[Bucket] = set()
         self.firsts: set[Bucket] = set()
         """First graph of each stage, whose cost includes the shared workspace."""
@@ -179,14 +180,19 @@ class GraphCaptures:
         return {} if self.rule == "max" else {p.bucket: self.measured.get(p.bucket, p.alone) for p in self.wanted}
 
     def list_learned_pools(self) -> list[tuple[frozenset[Stage], float]]:
-        """Returns the bytes of the pools for the stages whose buckets are learned, less what other graphs take."""
+        """Returns the bytes of the pools for the stages whose buckets are learned, less what other graphs take.
+
+        Where a pool does not hold the graphs of the first plan, the largest ones run compiled; buckets are then learned
+        whose graphs would take as much as those of the first plan, of which the pool holds the smaller ones again.
+        """
         if self.settings.eager or self.unavailable:
             return []
         sizes, budgets, found = self.list_bytes(), self.accounts.budget, list[tuple[frozenset[Stage], float]]()
         for pools in ((TEXT, VISION), (DECODE,)) if self.multimodal else ((TEXT,), (VISION,), (DECODE,)):
             learned = frozenset(stage for stage in RECORDED_STAGES if pool_of(stage) in pools)
             others = sum(n for b, n in sizes.items() if pool_of(b.stage) in pools and b.stage not in learned)
-            found.append((learned, float(max(sum(budgets[pool] for pool in pools) - others, 0))))
+            first = sum(self.measured.get(p.bucket, p.alone) for p in self._first if p.bucket.stage in learned)
+            found.append((learned, float(max(sum(budgets[pool] for pool in pools) - others, first))))
         return found
 
     def keep_launches(self, seconds: Mapping[Bucket, float]) -> None:

@@ -5,6 +5,7 @@ The budget decides what is captured, not what is compiled: a bucket without a gr
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,6 +75,13 @@ def set_cost(prices: Iterable[GraphPrice], rule: str) -> int:
         own += p.own
         works.setdefault(p.bucket.stage, []).append(p.workspace)
     return own + sum(max(w) if rule == "max" else sum(w) for w in works.values())
+
+
+def request_pools(settings: GraphSettings, prices: Sequence[GraphPrice], rule: str) -> GraphSettings:
+    """Returns the settings with text, vision and decode pools that hold these graphs, each with a tenth more."""
+    by_pool = ([p for p in prices if pool_of(p.bucket.stage) == pool] for pool in POOLS)
+    text, vision, decode = (-(-11 * set_cost(found, rule) // 10) for found in by_pool)
+    return dataclasses.replace(settings, requested=(text, vision, decode))
 
 
 def held_workspace(prices: Iterable[GraphPrice]) -> dict[Stage, int]:

@@ -32,6 +32,7 @@ from trencadis.core.memory.weight_bytes import (
     quantisation_excess,
     sink_bytes,
 )
+from trencadis.core.quant.quantised_weight_layout_and_bytes import CODES
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
 from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.vision_config import CUT_WIDTHS, NO_SLOT
@@ -364,7 +365,8 @@ class MemoryEstimator:
             return dense
         rows = size * min(max(EXPERT_ROWS // max(size, 1), 1), e.count)
         inner = self._share(e.inner) * self.itemsize
-        own = size * e.top * (inner + t.hidden * self.itemsize)
+        held = 2 if self.model.quant is not None and self.quantised == CODES else 1  # rows rounded or reordered
+        own = size * e.top * (held * inner + t.hidden * self.itemsize)
         shared = size * (4 * self._columns(e.shared) + 2 * t.hidden) * self.itemsize if e.shared else 0
         sparse = max(rows * 7 * inner, own, shared) + size * (8 * e.count + 2 * t.hidden * self.itemsize)
         return max(dense, sparse) + (2 * size * t.hidden * self.itemsize if e.beside else 0)

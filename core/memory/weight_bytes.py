@@ -14,6 +14,7 @@ from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.engine_config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.quantised_weight_layout_and_bytes import (
+    CODES,
     FLOATS8,
     PANELS,
     ROWS8,
@@ -25,7 +26,7 @@ from trencadis.core.quant.quantised_weight_layout_and_bytes import (
 )
 from trencadis.core.vision_config import SharedMatrix
 
-EXPERT_FORMS = (ROWS8, PANELS)
+EXPERT_FORMS = (ROWS8, PANELS, CODES)
 """Forms (``Policy.quantised``) of devices that keep experts as codes; others dequantise them to the engine's dtype, but
 for 8-bit floats on a device that multiplies these (``FLOATS8``).
 """
@@ -47,7 +48,8 @@ def weight_notes(model: ModelConfig, itemsize: int, form: str) -> list[str]:
     lines = notes_of(model.quant.schemes, form, itemsize)
     floats = form == FLOATS8 and all(scheme.kind == "float" for scheme in model.quant.schemes)
     if model.text.experts is not None and form and form not in EXPERT_FORMS and not floats:
-        lines.append(f"weights: experts become {8 * itemsize}-bit values as they load; the CPU keeps int8 and int4")
+        wide = f"{8 * itemsize}-bit values"
+        lines.append(f"weights: experts become {wide} as they load; the CPU keeps int8 and int4, CUDA all")
     return lines
 
 

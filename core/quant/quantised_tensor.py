@@ -46,6 +46,11 @@ class QTensor:
         return ordered and self.scale.shape[1] != groups_of(self.shape[1], self.scheme.group)
 
     @property
+    def device(self) -> torch.device:
+        """Where the codes lie."""
+        return self.data.device
+
+    @property
     def shape(self) -> tuple[int, int]:
         """(out, in)."""
         return self.data.shape[0], self.data.shape[1]

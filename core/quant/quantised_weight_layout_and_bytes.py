@@ -124,7 +124,8 @@ class Scheme:
         activations: ``none``, ``token`` (a scale per token, computed at run time), ``static`` or ``given`` (a scale per
             module, from a file).
         ordered: True if a tensor assigns columns to groups.
-        fp4: True if the integers, of 8 bits, are twice the values of 4-bit floats (``FP4_HALVES``); panels keep 4 bits.
+        fp4: True if the integers, of 8 bits, are twice the values of 4-bit floats (``FP4_HALVES``); devices that keep
+            codes keep 4 bits of each.
     """
 
     bits: int = 8
@@ -135,6 +136,11 @@ class Scheme:
     activations: str = "none"
     ordered: bool = False
     fp4: bool = False
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code on devices that keep codes."""
+        return 4 if self.fp4 else self.bits
 
     @property
     def label(self) -> str:
@@ -201,22 +207,22 @@ def _codes_bytes(scheme: Scheme, rows: int, columns: int, itemsize: int, whole: 
     """
     kept = _share(scheme, columns, whole) or cells(columns, _whole_group(scheme, columns, whole), scheme.ordered)
     groups = groups_of(kept.columns, kept.group)
-    each = code_bytes(scheme.bits, kept.columns, kept.group) + FACTOR
+    each = code_bytes(scheme.code_bits, kept.columns, kept.group) + FACTOR
     each += groups * itemsize if kept.group else 0
     each += 0 if scheme.symmetric or scheme.kind == "float" else groups
     return rows * each + (4 * kept.columns if kept.gathered and first else 0)
 
 
 def _panel_bytes(scheme: Scheme, rows: int, columns: int, whole: int) -> int:
-    """Returns the bytes of whole panels: codes, a factor per row, 2 bytes per group, one per zero point, and 4
-    bytes per reordered column.
+    """Returns the bytes of whole panels: codes, a factor per row, 2 bytes per group (4-bit floats: 1), one per zero
+    point, and 4 bytes per reordered column.
     """
     kept = _share(scheme, columns, whole) or panel_columns(
         columns, _whole_group(scheme, columns, whole), scheme.ordered
     )
     groups = groups_of(kept.columns, kept.group)
-    each = kept.columns * (4 if scheme.fp4 else scheme.bits) // 8 + FACTOR
-    each += 2 * groups if kept.group or scheme.fp4 else 0
+    each = kept.columns * scheme.code_bits // 8 + FACTOR
+    each += groups if scheme.fp4 else 2 * groups if kept.group else 0
     each += 0 if scheme.symmetric else groups
     return fill_up(rows, PANEL) * each + (4 * kept.columns if kept.gathered else 0)
 

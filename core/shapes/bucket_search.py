@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -21,8 +22,19 @@ Floats: TypeAlias = NDArray[np.float64]
 ENUMERATED = 4000
 """Choices that are tried one by one if no more remain after candidates have been excluded by the bound."""
 
+CACHED = 1 << 15
+"""Costs that are read at a time, so that what is computed from them stays in the processor's cache."""
+
 BOUND_ROUNDS = 100
 SWAP_ROUNDS = 500
+
+
+class _Part(NamedTuple):
+    """Needs [start, stop) of a table, and the first candidate that holds any of them."""
+
+    start: int
+    stop: int
+    first: int
 
 
 @dataclass(frozen=True)
@@ -39,10 +51,27 @@ class CostTable:
     forced: NDArray[np.bool_]
     charges: Floats | None = None
 
-    @property
+    @cached_property
     def fees(self) -> Floats:
         """``charges``, or zeros."""
         return np.zeros(self.costs.shape[1]) if self.charges is None else self.charges
+
+    @cached_property
+    def by_candidate(self) -> Floats:
+        """``costs`` as [candidates, needs], contiguous: those of a few candidates are read over and over."""
+        return np.ascontiguousarray(self.costs.T)
+
+    @cached_property
+    def parts(self) -> list[_Part]:
+        """The needs in groups of about ``CACHED`` costs."""
+        step = max(CACHED // max(self.costs.shape[1], 1), 1)
+        starts = range(0, len(self.costs), step)
+        ends = (min(start + step, len(self.costs)) for start in starts)
+        return [_Part(a, b, self._find_first(a, b)) for a, b in zip(starts, ends, strict=True)]
+
+    def _find_first(self, start: int, stop: int) -> int:
+        """Returns the first candidate that holds any of the needs [start, stop)."""
+        return int(np.isfinite(self.costs[start:stop]).any(axis=0).argmax())
 
 
 @dataclass(frozen=True)
@@ -115,14 +144,20 @@ def _charges(table: CostTable, chosen: Collection[int]) -> float:
 
 
 def _least(table: CostTable, chosen: Sequence[int]) -> Floats:
-    return table.costs[:, sorted(chosen)].min(axis=1) if chosen else np.full(len(table.costs), np.inf)
+    return table.by_candidate[sorted(chosen)].min(axis=0) if chosen else np.full(len(table.costs), np.inf)
 
 
 def _gains(table: CostTable, prices: Floats) -> Floats:
     """Returns for each candidate by how much it undercuts ``prices`` of the needs, summed, less its charge."""
     if not len(table.costs):
         return -table.fees
-    gains: Floats = np.maximum(prices[:, None] - table.costs, 0.0).sum(axis=0) - table.fees
+    found = np.zeros((table.parts[0].stop + 1, table.costs.shape[1]))  # the first row has the sum so far
+    for start, stop, first in table.parts:
+        part = found[: stop - start + 1, first:]
+        np.subtract(prices[start:stop, None], table.costs[start:stop, first:], out=part[1:])
+        np.maximum(part[1:], 0.0, out=part[1:])
+        part[0] = part.sum(axis=0)
+    gains: Floats = found[0] - table.fees
     return gains
 
 
@@ -169,10 +204,15 @@ class _Selection:
     def count(self) -> int:
         return sum(map(len, self.chosen))
 
-    def _update(self, g: int) -> None:
-        """Renews the costs of a group's needs, and the gains by the needs whose cost has changed."""
+    def _update(self, g: int, added: int = -1) -> None:
+        """Renews the costs of a group's needs, and the gains by the needs whose cost has changed.
+
+        Args:
+            added: the candidate by which the choice has grown; -1: it has changed in another way.
+        """
         table, before = self.tables[g], self.least[g]
-        after = self.least[g] = _least(table, sorted(self.chosen[g]))
+        costs = _least(table, sorted(self.chosen[g])) if added < 0 else np.minimum(before, table.by_candidate[added])
+        after = self.least[g] = costs
         changed = np.flatnonzero(before != after)
         old, new = before[changed], after[changed]
         if 3 * len(changed) > len(after) or not np.isfinite(old).all() or not np.isfinite(new).all():
@@ -188,8 +228,9 @@ class _Selection:
         most, g = max(tops, default=(0.0, 0))
         if most <= 1e-9:
             return False
-        self.chosen[-g].add(int(self.gains[-g].argmax()))
-        self._update(-g)
+        added = int(self.gains[-g].argmax())
+        self.chosen[-g].add(added)
+        self._update(-g, added)
         return True
 
     def fill(self, count: int) -> None:
@@ -227,7 +268,7 @@ class _Selection:
                 if entering >= 0:
                     self.chosen[g].add(entering)
                 if out >= 0 or entering >= 0:
-                    self._update(g)
+                    self._update(g, -1 if out >= 0 else entering)
                     pairs[g] = None
 
     def _best_pair(self, g: int) -> _Change:
@@ -246,7 +287,9 @@ class _Selection:
         by_own = np.argsort(own, kind="stable")
         starts = np.searchsorted(own[by_own], np.arange(len(order)))
         bounds = first[by_own, None], second[by_own, None]
-        lost = np.clip(table.costs[by_own], *bounds) - bounds[0]
+        lost = table.costs[by_own]
+        np.clip(lost, *bounds, out=lost)
+        lost -= bounds[0]
         used = np.flatnonzero(np.bincount(own, minlength=len(order)))
         sums = np.zeros((len(order), table.costs.shape[1]))
         sums[used] = np.add.reduceat(lost, starts[used], axis=0)
@@ -307,9 +350,7 @@ def _raise_bound(tables: Sequence[CostTable], best: _Selection, count: int, roun
         upper = min(upper, met.cost())
         if stale >= 6:
             step, stale, prices = step / 2, 0, [p.copy() for p in kept]
-        slopes = [
-            1.0 - (t.costs[:, c] < p[:, None]).sum(axis=1) for t, p, c in zip(tables, prices, chosen, strict=True)
-        ]
+        slopes = [1.0 - (t.by_candidate[c] < p).sum(axis=0) for t, p, c in zip(tables, prices, chosen, strict=True)]
         norm = float(sum((s * s).sum() for s in slopes))
         if norm == 0 or step < 1e-3 or upper - top <= 1e-9 * abs(upper):
             break

@@ -84,6 +84,12 @@ def layers_values(t: TextConfig, active: bool = True) -> int:
     return total
 
 
+def model_values(model: ModelConfig) -> int:
+    """Returns the projection weights that are applied to one token, which are the unit of ``Costs``."""
+    own_values = family_of(model.architecture).values
+    return layers_values(model.text) if own_values is None else own_values(model)
+
+
 def costs_of(model: ModelConfig, block_size: int, ridge: float, itemsize: int = 2) -> Costs:
     """Returns the cost polynomial of a model on a device that computes ``ridge`` operations while it reads one byte.
 
@@ -91,8 +97,7 @@ def costs_of(model: ModelConfig, block_size: int, ridge: float, itemsize: int = 
     way.
     """
     t = model.text
-    own_values = family_of(model.architecture).values
-    values = layers_values(t) if own_values is None else own_values(model)
+    values, own_values = model_values(model), family_of(model.architecture).values
     # A launch of many tokens reads every expert; one of few tokens reads fewer, but how many is unknown when planning.
     read = values if own_values is not None else layers_values(t, active=False)
     launch = ridge * itemsize / 2 * read / values
@@ -112,3 +117,8 @@ def costs_of(model: ModelConfig, block_size: int, ridge: float, itemsize: int = 
 def work_of(model: ModelConfig, block_size: int) -> Costs:
     """Returns only the operations (linear and attention, padding included), by which plans are compared."""
     return costs_of(model, block_size, ridge=0.0)
+
+
+def count_operations(model: ModelConfig, bucket: Bucket, block_size: int) -> float:
+    """Returns the operations of one launch of ``bucket`` on all ranks, linear and attention, padding included."""
+    return 2 * model_values(model) * work_of(model, block_size)(bucket)

@@ -1,7 +1,8 @@
 """Decides whether a proposed plan replaces the present one: gain, certainty, and how often. Pure Python.
 
-A change costs compilations and captures, so it must pay: by needs that the proposal was not chosen with, with an
-interval of confidence above 0, and without a loss against the plan of the limits. A gain above ``LEAST_GAIN`` counts at
+A change costs compilations and captures, so it must pay: by needs that the proposal was not chosen with, which also
+holds for the choice between its two plans, with an interval of confidence above 0, and without a loss against the plan
+of the limits. A gain above ``LEAST_GAIN`` counts at
 once; a smaller one once the traffic by which it was judged would have saved as much as the change takes.
 """
 
@@ -81,9 +82,15 @@ def is_recent_better(costs: Sequence[PlanCosts]) -> bool:
     return sum(c.recent for c in costs) < sum(c.proposed for c in costs)
 
 
-def take_recent(costs: Sequence[PlanCosts]) -> list[PlanCosts]:
-    """Returns the costs with the plan of the last hour's needs as the proposed one."""
-    return [c._replace(proposed=c.recent) for c in costs]
+def cross_validate(costs: Sequence[PlanCosts]) -> list[PlanCosts]:
+    """Returns the costs with, as the proposed plan of each period, the one of the two that the other periods prefer.
+
+    The better one of two plans is known only after the periods by which both are judged: its costs in the periods that
+    have chosen it would promise a gain even where both are as good as the present plan.
+    """
+    more = [c.proposed - c.recent for c in costs]
+    total = sum(more)
+    return [c._replace(proposed=c.recent) if total - own > 0 else c for c, own in zip(costs, more, strict=True)]
 
 
 def has_traffic_shifted(costs: Sequence[PlanCosts]) -> bool:

@@ -115,18 +115,23 @@ def learn_plan(
     """
     fixed = {*KEPT_STAGES, *unchanged}
     keys = list_learned_keys(plan, fixed)
+    groups = [_Group(key, plan, _needs_of(key, needs)) for key in keys]
+
+    def cost_now(cost: Callable[[Bucket], float]) -> float:
+        return sum(group.static_cost(cost) for group in groups)
+
     parts = [(1.0, time or plan.policy.cost)] + ([(WORK_WEIGHT, work)] if work is not None else [])
-    shares = [(weight / (_static_cost(plan, keys, needs, cost) or 1.0), cost) for weight, cost in parts]
+    shares = [(weight / (cost_now(cost) or 1.0), cost) for weight, cost in parts]
 
     def price(bucket: Bucket) -> float:
         return sum(share * cost(bucket) for share, cost in shares)
 
-    groups = [_Group(key, plan, _needs_of(key, needs), price) for key in keys]
+    static = cost_now(price)
     if hedge:
-        share = hedge * _static_cost(plan, keys, needs, price) / sum(len(g.planned) for g in groups)
+        share = hedge * static / sum(len(g.planned) for g in groups)
         for group in groups:
-            group.add_planned(share)
-    tables = [g.table((charges or {}).get(g.stage, 0.0), present) for g in groups]
+            group.add_planned(share, price)
+    tables = [g.table(price, (charges or {}).get(g.stage, 0.0), present) for g in groups]
     least = sum(int(t.forced.sum()) for t in tables)
     if max_graphs < least:
         raise TooFewGraphs(least)
@@ -134,7 +139,6 @@ def learn_plan(
     chosen = [g.candidates[j] for g, found in zip(groups, choice.chosen, strict=True) for j in found]
     kept = [b for b in plan.buckets if b.stage in fixed]
     learned = dataclasses.replace(plan, buckets=tuple(sorted([*kept, *chosen])))
-    static = _static_cost(plan, keys, needs, price)
     return LearnedPlan(learned, len(chosen), choice.cost, choice.bound, static)
 
 
@@ -166,7 +170,7 @@ def list_learned_keys(plan: Plan, fixed: set[Stage]) -> list[Key]:
 
 def _static_cost(plan: Plan, keys: Sequence[Key], needs: NeedHistogram, cost: Callable[[Bucket], float]) -> float:
     """Returns the cost of the needs in the buckets of ``plan``."""
-    return sum(_Group(key, plan, _needs_of(key, needs), cost).static_cost() for key in keys)
+    return sum(_Group(key, plan, _needs_of(key, needs)).static_cost(cost) for key in keys)
 
 
 def _needs_of(key: Key, needs: NeedHistogram) -> Mapping[tuple[int, ...], float]:
@@ -190,11 +194,9 @@ def _holds(bucket: Sequence[int], need: Sequence[int]) -> bool:
 class _Group:
     """Needs and candidates of one stage and variant."""
 
-    def __init__(
-        self, key: Key, plan: Plan, cells: Mapping[tuple[int, ...], float], price: Callable[[Bucket], float]
-    ) -> None:
+    def __init__(self, key: Key, plan: Plan, cells: Mapping[tuple[int, ...], float]) -> None:
         self.stage, self.variant = key
-        self.plan, self.price = plan, price
+        self.plan = plan
         planned = [b for b in plan.buckets if (b.stage, b.variant) == key]
         self.planned, self.covers = planned, list_covers(planned)
         self.largest = [b for b in planned if not any(o != b and _holds(o.dims, b.dims) for o in planned)]
@@ -203,11 +205,11 @@ class _Group:
         self.needs = np.array(covered, dtype=np.int64).reshape(len(covered), len(planned[0].dims))
         self.weights = np.array([near[d] for d in covered])
 
-    def add_planned(self, cost: float) -> None:
+    def add_planned(self, cost: float, price: Callable[[Bucket], float]) -> None:
         """Adds a need of the size of each planned bucket, which costs ``cost`` there."""
         sizes = np.array([b.dims for b in self.planned], dtype=np.int64)
         self.needs = np.concatenate([self.needs, sizes])
-        self.weights = np.concatenate([self.weights, [cost / (self.price(b) or 1.0) for b in self.planned]])
+        self.weights = np.concatenate([self.weights, [cost / (price(b) or 1.0) for b in self.planned]])
 
     def _align(self, cells: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
         """Returns the needs rounded up to the sizes that buckets can have."""
@@ -252,18 +254,20 @@ class _Group:
         made = {Bucket(self.stage, d, self.variant) for d in dims if any(_holds(b.dims, d) for b in self.largest)}
         return sorted({*made, *self.covers})
 
-    def table(self, charge: float = 0.0, present: Collection[Bucket] = ()) -> CostTable:
+    def table(
+        self, price: Callable[[Bucket], float], charge: float = 0.0, present: Collection[Bucket] = ()
+    ) -> CostTable:
         """Returns the costs of the needs in the candidates; those that are not ``present`` cost ``charge``."""
         covers, known = set(self.covers), set(present)
         forced = np.array([b in covers for b in self.candidates])
         dims = np.array([b.dims for b in self.candidates], dtype=np.int64)
         charges = np.array([charge * (b not in known) for b in self.candidates]) if charge else None
-        return CostTable(self._costs(dims, [self.price(b) for b in self.candidates]), forced, charges)
+        return CostTable(self._costs(dims, [price(b) for b in self.candidates]), forced, charges)
 
-    def static_cost(self) -> float:
+    def static_cost(self, price: Callable[[Bucket], float]) -> float:
         """Returns the cost of the needs in the plan of the limits."""
         dims = np.array([b.dims for b in self.planned], dtype=np.int64)
-        costs = self._costs(dims, [self.price(b) for b in self.planned])
+        costs = self._costs(dims, [price(b) for b in self.planned])
         return float(costs.min(axis=1).sum()) if len(costs) else 0.0
 
     def _costs(self, dims: NDArray[np.int64], prices: Sequence[float]) -> NDArray[np.float64]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -144,6 +145,20 @@ def random_needs(plan: Plan, rng: random.Random, count: int) -> NeedHistogram:
         bucket = rng.choice(plan.of(rng.choice(stages)))
         found.add(bucket.stage, [rng.randint(1, d) for d in bucket.dims], rng.random())
     return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("graphs", [40, 80, 176, 300])
+def test_a_search_of_4096_cells_takes_two_seconds(graphs: int) -> None:
+    plan, needs, rng = make_plan(SERVING, GUIDE, BucketOptions(), MODEL), NeedHistogram(), random.Random(0)
+    while needs.count < 4090:
+        needs.merge(random_needs(plan, rng, 100))
+    for hedge, work in ((0.0, WORK), (HEDGE, None)):
+        begun = time.process_time()
+        found = learn_plan(plan, needs, graphs, work=work, hedge=hedge)
+        took = time.process_time() - begun
+        print(f"{graphs} graphs: {took:.2f} s, {found.cost / found.bound - 1:.3%} above the bound")
+        assert took <= 2.0
 
 
 def random_rows(plan: Plan, rng: random.Random) -> list[RowNeed]:

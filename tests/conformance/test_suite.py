@@ -51,7 +51,7 @@ def test_emulated_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_twin_of_a_card() -> None:
     """The CUDA backend's programs and graphs over the CPU twin of its runtime; the long suite has the rest."""
-    requested = "op.attend", "op.sample", "shapes", "tokens"
+    requested = "op.attend", "op.experts", "op.sample", "shapes", "tokens"
     report = check_suite.run(make_target("cuda", DEMO, policy="twin", quick=True), requested)
     fine(report, least=6)
 

@@ -173,7 +173,7 @@ def test_copies_and_layers_are_ordered_by_events() -> None:
 @pytest.mark.long
 def test_copies_and_layers_of_an_engine_are_ordered_by_events(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[TwinCall] = []
-    monkeypatch.setattr(twin_runtime, "TwinRuntime", lambda: TwinRuntime(record=recorded))
+    monkeypatch.setattr(twin_runtime, "TwinRuntime", lambda **named: TwinRuntime(record=recorded, **named))
     tokens(started(model, cpu_offload_gb=size_of(model, 5)), 6)
     assert sum(call.kind == "weights" for call in recorded) > 100 and races(recorded) == []
 

@@ -70,8 +70,10 @@ class Xpu(Accelerator):
 
 
 PTX = {"skinny_kernel None", "coded_skinny_kernel 0", "coded_skinny_kernel 1", "coded_skinny_kernel 2",
-       "quantised_kernel 1", "quantised_kernel 2", "decoding_kernel 1", "decoding_kernel 2"}  # fmt: skip
-DEPENDENT = {"skinny_kernel None", "turned_items_kernel None", "join_kernel None",
+       "quantised_kernel 1", "quantised_kernel 2", "decoding_kernel 1", "decoding_kernel 2",
+       *(f"coded_experts{part}kernel {kind}" for part in ("_", "_down_") for kind in (1, 2, 4))}  # fmt: skip
+DEPENDENT = {"skinny_kernel None", "turned_items_kernel None", "verify_items_kernel None", "join_kernel None",
+             "rounded_rows_kernel None",
              *(f"coded_skinny_kernel {kind}" for kind in range(3))}  # fmt: skip
 """What a card of NVIDIA's runs."""
 
@@ -114,14 +116,14 @@ def test_products_of_other_cards_have_sixteen_rows(
 @pytest.mark.long
 def test_kernels_of_another_card_are_portable() -> None:
     """The IR of each, at the tiles of a card that would have them."""
-    found = lowered("xpu", "layers", "quantised")
+    found = lowered("xpu", "layers", "quantised", "coded_experts")
     assert found.keys() >= PTX | DEPENDENT and set(found.values()) == {(False, False)}
 
 
 @pytest.mark.long
 def test_kernels_of_nvidia_use_what_its_cards_have() -> None:
     """Without which the test above would show nothing."""
-    found = lowered("cuda", "layers", "quantised")
+    found = lowered("cuda", "layers", "quantised", "coded_experts")
     assert {name for name, (asm, _) in found.items() if asm} == PTX
     assert {name for name, (_, dependent) in found.items() if dependent} == DEPENDENT
 
@@ -134,5 +136,5 @@ def test_ptx_stands_in_few_functions() -> None:
             text = ast.unparse(function)
             if "inline_asm" in text or "gdc_" in text or "libdevice" in text:
                 found.add(function.name)
-    decoders = {"decode_floats", "decode_pairs"}
+    decoders = {"decode_floats", "decode_pairs", "decode_fp4"}
     assert found == {*decoders, "fetch", "wait"}

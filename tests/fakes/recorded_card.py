@@ -1,11 +1,13 @@
 """A card whose launches are not run: bytes of every bucket come from one start on an emulated card without values.
 
 Weights, fixed tensors, inputs and the KV cache are made on the card as ever; a launch grows its workspace and a graph
-takes its bytes as they were recorded. A bucket that was never recorded is run there once, which records it.
+takes its bytes as they were recorded. A bucket that was never recorded is run once beside it, in ample
+memory, which records it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 
 from tests.fakes.meta_start import Started, config_of
 from trencadis.backends.hpu.backend import HpuBackend
+from trencadis.backends.hpu.emulator.allocator import Allocator
 from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.emulated_errors import EmulatedOutOfMemory
 from trencadis.backends.hpu.habana_bridge import Bridge
@@ -28,6 +31,10 @@ from trencadis.core.memory.graph_measurement_cache import bucket_of
 from trencadis.core.vision_config import SlotForm
 
 __all__ = ["Record", "RecordedBackend", "Records", "config_of"]
+
+
+AMPLE = 1 << 46
+"""Bytes of the memory on which a bucket is recorded."""
 
 
 @dataclass(frozen=True)
@@ -81,16 +88,24 @@ class RecordedProgram:
     def record(self) -> Record:
         known = self.backend.records.of.get(self.bucket)
         if known is None:
-            program = HpuBackend.program(self.backend, self.bucket, self.body)
-            assert isinstance(program, GraphProgram)
-            program.compile()
-            before = self.backend.memory.free()
-            program.capture()
-            known = Record(peak_of(program), before - self.backend.memory.free())
-            self.backend.card.allocator.release("graphs", known.graph)
+            card, own = self.backend.card, self.backend.card.allocator
+            card.allocator = Allocator(dataclasses.replace(card.profile, total=AMPLE))
+            try:
+                known = self._measure()
+            finally:
+                card.allocator = own
             self.backend.records.of[self.bucket] = known
             self.backend.live += 1
         return known
+
+    def _measure(self) -> Record:
+        """Runs the bucket and captures it, which a launch without a graph does not need to have room for."""
+        program = HpuBackend.program(self.backend, self.bucket, self.body)
+        assert isinstance(program, GraphProgram)
+        program.compile()
+        before = self.backend.memory.free()
+        program.capture()
+        return Record(peak_of(program), before - self.backend.memory.free())
 
     def _take(self, graph: bool) -> None:
         allocator = self.backend.card.allocator

@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.fakes.hand_driven_model import HandDrivenModel
+from tests.families.test_quantised_experts import assert_ranks_share_codes, prompt_values
 from tests.families.test_same_tokens import close
 from tests.families.text_checkpoints import family_checkpoint, set_keys
+from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import StartupError
 
@@ -78,6 +80,30 @@ def test_codes_on_the_cpu_are_close(folders: tuple[Path, Path]) -> None:
     got, want = logits(coded, "fast"), logits(plain, "fast")
     off = (got - want).norm(dim=1) / want.norm(dim=1)
     assert off.median() < 0.02 and (off > 0.1).float().mean() < 0.1
+
+
+def test_a_card_answers_as_transformers_and_keeps_codes(
+    folders: tuple[Path, Path], oracle: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On CUDA's twin: greedy tokens, and log-probabilities of prompts, those of the values of the codes."""
+    monkeypatch.setenv("TRENCADIS_CUDA_TWIN", "1")
+    monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
+    coded, plain = folders
+    assert_ranks_share_codes(coded)
+    got, want = (prompt_values(str(path), "cuda") for path in folders)
+    assert np.abs(got - want).max() <= 1e-4 * want.std()
+    prompts = [[5 * n + i % 7 for i in range(3, 17 + n)] for n in range(4)]
+    llm = LLM(str(coded), device="cuda", dtype="float32", max_model_len=64, max_num_seqs=3, max_num_batched_tokens=16,
+              block_size=16, num_gpu_blocks_override=16, warmup="skip")  # fmt: skip
+    asked: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
+    made = llm.generate(asked, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    llm.close()
+    model = oracle(plain)
+    for ids, one in zip(prompts, made, strict=True):
+        for token in one.outputs[0].token_ids:
+            with torch.no_grad():
+                assert int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()) == token
+            ids = [*ids, token]
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.families.text_checkpoints import family_checkpoint
+from tests.models.test_shards import Group, ThreadComm
 from tests.quant import checkpoints as quantised
 from tests.quant.test_loading import on
 from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
+from trencadis.backends.cuda import make_backend as make_cuda
+from trencadis.backends.cuda.weights.stacked_experts import StackedCodes
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.memory.memory_estimator import MemoryEstimator
@@ -30,6 +33,7 @@ pytestmark = pytest.mark.part("quantised")
 KINDS: dict[str, Callable[[Path, Path], tuple[Path, Path]]] = {
     "awq": lambda a, b: quantised.checkpoint(a, b, "awq", 4, 32, False),
     "gptq by activation": lambda a, b: quantised.checkpoint(a, b, "gptq", 4, 32, True, True),
+    "gptq by one order": lambda a, b: quantised.checkpoint(a, b, "gptq", 4, 32, True, True, apart=False),
     "gptq_v2 of 8 bits": lambda a, b: quantised.checkpoint(a, b, "gptq_v2", 8, 32, False),
     "pack-quantized": lambda a, b: quantised.checkpoint(a, b, "pack-quantized", 4, 32, False),
     "int-quantized": lambda a, b: quantised.checkpoint(a, b, "int-quantized", 8, 0),
@@ -57,7 +61,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 CASES = [(family, kind) for family in ("mixtral", "qwen3_moe") for kind in KINDS]
 SOME = {("mixtral", "awq"), ("qwen3_moe", "gptq by activation")}
-DEVICES = {("hpu", "qwen3_moe", "gptq by activation")}
+DEVICES = {("hpu", "qwen3_moe", "gptq by activation"), ("cuda", "qwen3_moe", "awq"),
+           ("cuda", "mixtral", "gptq by activation")}  # fmt: skip
 LONG = [pytest.param(*case, marks=[] if case in SOME else pytest.mark.long) for case in CASES]
 
 
@@ -155,11 +160,60 @@ def test_a_router_that_is_stored_quantised_is_read(files: Files, tmp_path: Path)
     assert load_config(plain).quant.scheme("layers.0.mlp.experts.0.gate_proj") is not None  # type: ignore[union-attr]
 
 
+def twin_of_a_card(rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float32) -> Any:
+    backend: Any = make_cuda(BackendConfig(dtype=dtype, options={"policy": "twin"}))
+    if ranks > 1:
+        backend.comm = ThreadComm(Group(ranks), rank, ranks)
+    return backend
+
+
+def assert_ranks_share_codes(path: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Asserts that CUDA keeps a checkpoint's experts as codes, as many bytes as planned, and that the parts of two
+    ranks add up to the whole.
+    """
+    config = load_config(path)
+    x, parts = torch.randn(9, config.text.hidden, generator=torch.Generator().manual_seed(1)).to(dtype), []
+    for rank, ranks in ((0, 1), (0, 2), (1, 2)):
+        model: Any = load_model(config, twin_of_a_card(rank, ranks, dtype))
+        mlp = model.layers[0].mlp
+        assert isinstance(mlp.weights.gate_up, StackedCodes) and isinstance(mlp.weights.down, StackedCodes)
+        paper = MemoryEstimator(config, dtype.itemsize, ranks, quantised=CODES)
+        held = [layer.nbytes() for layer in model.layers]
+        biases = config.text.out_bias * config.text.hidden * dtype.itemsize if rank else 0  # the first rank's alone
+        assert held == [paper.layer(place) - biases for place in range(config.text.layers)], (rank, ranks)
+        parts.append(mlp._run_experts(x, x).float())
+    near = 3e-2 if mlp.weights.down.rounds else 1e-4
+    assert (parts[1] + parts[2] - parts[0]).abs().max() <= near * parts[0].abs().max()
+
+
+TAKEN = ("awq", "gptq by one order")
+APART = "gptq by activation"
+"""Gates and ups have different orders of their columns, so that these become values of the engine's dtype."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[] if k in TAKEN else pytest.mark.long) for k in KINDS if k != APART]
+)
+def test_a_card_keeps_the_codes_of_every_format(kind: str, files: Files) -> None:
+    assert_ranks_share_codes(files("qwen3_moe", kind)[0])
+
+
+@pytest.mark.parametrize("method", ["int4", *(pytest.param(m, marks=pytest.mark.long) for m in ("int8", "fp8"))])
+def test_a_card_keeps_codes_of_experts_that_are_rounded_as_they_load(method: str, files: Files) -> None:
+    config = load_config(files("qwen3_moe", "awq")[1], method)
+    backend = twin_of_a_card(dtype=torch.bfloat16)
+    before = backend.memory.free()
+    model: Any = load_model(config, backend)
+    assert all(isinstance(layer.mlp.weights.down, StackedCodes) for layer in model.layers)
+    paper = MemoryEstimator(config, 2, quantised=CODES)
+    assert sum(layer.nbytes() for layer in model.layers) == sum(map(paper.layer, range(config.text.layers)))
+    assert before - backend.memory.free() >= sum(layer.nbytes() for layer in model.layers)
+
+
 def test_a_line_says_where_experts_take_16_bits(files: Files) -> None:
     config = load_config(files("qwen3_moe", "awq")[0])
-    said = "weights: experts become 16-bit values as they load; the CPU keeps int8 and int4"
-    assert said in weight_notes(config, 2, CODES) and said in weight_notes(config, 2, FLOATS8)
-    assert said not in weight_notes(config, 2, ROWS8) and said not in weight_notes(config, 2, "")
-    assert MemoryEstimator(config, 2, quantised=CODES).layer(0) > 1.4 * MemoryEstimator(
-        config, 2, quantised=ROWS8
-    ).layer(0)
+    said = "weights: experts become 16-bit values as they load; the CPU keeps int8 and int4, CUDA all"
+    assert said in weight_notes(config, 2, FLOATS8)
+    assert not any("experts become" in line for form in (CODES, ROWS8, "") for line in weight_notes(config, 2, form))
+    small, large = (MemoryEstimator(config, 2, quantised=form).layer(0) for form in (CODES, FLOATS8))
+    assert small < 0.6 * large

@@ -95,6 +95,22 @@ def test_the_budget_decides_who_is_captured_and_nobody_is_left_uncompiled() -> N
     check_books(device, captures)
 
 
+@pytest.mark.parametrize("reserved", [0.1, 0.0005])
+def test_learned_shapes_may_take_the_pools_or_as_much_as_the_first_plan(reserved: float) -> None:
+    """Graphs that a pool has no room for run compiled, so a full pool is no reason to learn fewer shapes."""
+    manager, captures = make_harness(FakeDevice(), reserved=reserved)
+    warm(manager, captures)
+    budget = captures.accounts.budget
+    for stages, limit in captures.list_learned_pools():
+        pools = {pool_of(stage) for stage in stages}
+        first = sum(p.alone for p in captures.prices if p.bucket.stage in stages)
+        heads = sum(
+            p.alone for p in captures.prices if p.bucket.stage is Stage.SAMPLE and pool_of(Stage.SAMPLE) in pools
+        )
+        room = sum(budget[pool] for pool in pools) - heads
+        assert limit == max(room, first) and (room > first) == (reserved == 0.1)
+
+
 def test_leftovers_go_to_the_pool_with_most_gain_per_byte() -> None:
     """Text alone is too small for its graphs; what images and decoding leave pays for them."""
     device = FakeDevice(cost=lambda b: 40 * MIB if b.stage is Stage.FRESH else MIB)

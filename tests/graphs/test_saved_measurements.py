@@ -19,9 +19,11 @@ from trencadis.core.memory import graph_measurement_cache
 from trencadis.core.memory.graph_measurement_cache import Measurements, merge_measurements
 from trencadis.core.memory.graph_selection import GraphPrice, prices_by
 from trencadis.core.shapes.bucket_profile import write_profile
+from trencadis.core.shapes.launch_costs import layers_values, work_of
 from trencadis.core.shapes.shape_need_histogram import NeedHistogram
 
 MODEL = dataclasses.replace(model_of(1024, 1, 8, 2, 2048, vision=False), architecture="Qwen2ForCausalLM")
+SEVEN = dataclasses.replace(model_of(3584, 28, 28, 4, 18944, vision=False), architecture="Qwen2ForCausalLM")
 IMAGES = ImageNeeds()
 FLAGS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 64}
 
@@ -155,6 +157,28 @@ def test_memory_of_graphs_is_that_of_the_shapes_of_a_profile(tmp_path: Path) -> 
         assert requested is not None and sum(requested) == pytest.approx(1.1 * taken, rel=0.01)
     assert 2 * len(few.plan.buckets) < len(whole.plan.buckets)
     assert few.ledger.memory_split.kv > whole.ledger.memory_split.kv
+
+
+@pytest.mark.parametrize(("ranks", "size", "all_count"), [(1, 128, False), (2, 128, False), (1, 64, True)])
+def test_long_launches_get_no_memory_of_the_kv_cache_for_large_graphs(ranks: int, size: int, all_count: bool) -> None:
+    """7,700 tokens of a 7B take a card a quarter of a second; twice as many tokens if two cards share them.
+
+    Graphs of ``size`` MiB; those under a thousandth of the card count in any case.
+    """
+    key = graph_measurement_cache.MeasurementKey(
+        graph_measurement_cache.fingerprint(SEVEN), "hpu (emulated)", "16 bit", ranks, 128
+    )
+    every = on_paper(SEVEN, config_of(), IMAGES, 96 * GIB, ranks).plan.buckets
+    measured = Measurements(dict.fromkeys(every, size << 20))
+    graph_measurement_cache.store(key, measured, graph_measurement_cache.folder())
+    auto = on_paper(SEVEN, config_of(graph_memory="auto"), IMAGES, 96 * GIB, ranks)
+    most = 1e14 * ranks / (2 * layers_values(SEVEN.text))
+    work = work_of(SEVEN, 128)
+    counted = [p for p in auto.prices if all_count or work(p.bucket) <= most]
+    longest = max(b.dims[1] for p in counted if (b := p.bucket).stage is Stage.FRESH and b.dims[0] == 1)
+    assert longest == 32768 if all_count else 0.7 * most <= longest <= most
+    assert auto.settings.requested is not None
+    assert sum(auto.settings.requested) == pytest.approx(1.1 * sum(p.alone for p in counted), rel=0.01)
 
 
 def test_what_is_merged() -> None:

@@ -36,6 +36,7 @@ TESTS = (
     "tests/ops/test_recurrent_kernels.py",
     "tests/ops/test_adapter_kernels.py",
     "tests/ops/test_tiles.py",
+    "tests/native/test_few_experts.py",
     "tests/host/test_best_head.py",
     "tests/host/test_packing.py",
     "tests/host/test_decode_attention.py",
@@ -63,7 +64,8 @@ def run(words: Sequence[str | Path], **more: str) -> None:
 def build(compiler: str, flags: Sequence[str], folder: Path) -> None:
     """Makes the library ``_panels.so`` and the program ``fuzz`` of all sources, in a new folder."""
     folder.mkdir()
-    sources = [*sorted(SOURCES.glob("*.c")), Path(__file__).with_name("fuzz.c")]
+    program = sorted(Path(__file__).parent.glob("fuzz*.c"))
+    sources = [*sorted(SOURCES.glob("*.c")), *program]
     objects = [folder / f"{source.stem}.o" for source in sources]
     with ThreadPoolExecutor(os.cpu_count()) as team:
         jobs = [
@@ -74,7 +76,7 @@ def build(compiler: str, flags: Sequence[str], folder: Path) -> None:
             job.result()
     # The library needs nothing but libc: a C program may load it.
     whole = [] if any("sanitize" in flag for flag in flags) else ["-Wl,--no-undefined"]
-    run([compiler, *flags, *objects[:-1], "-shared", *whole, "-o", folder / "_panels.so"])
+    run([compiler, *flags, *objects[: -len(program)], "-shared", *whole, "-o", folder / "_panels.so"])
     run([compiler, *flags, *objects, "-o", folder / "fuzz", "-lpthread", "-lm"])
 
 

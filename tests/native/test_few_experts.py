@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.expert_mlp import SeparateExperts, run_chosen_experts
+from trencadis.backends.cpu.expert_mlp import SeparateExperts, route_tokens, run_chosen_experts
 from trencadis.backends.cpu.native import expert_kernels
 from trencadis.backends.cpu.native.expert_kernels import ExpertTable, Routing
 from trencadis.backends.cpu.native.kernel_choice_by_cpu import KernelTable, Op
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU, clamped_swiglu
+from trencadis.backends.cpu.reference_ops import CLAMPED_SWIGLU, ReferenceOps, clamped_swiglu
 from trencadis.core.device.backend import ExpertBiases
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.quantised_weight_layout_and_bytes import FP4_HALVES, Scheme
@@ -25,7 +25,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def distinct(n: int, seed: int) -> Tensor:
-    """Scores bfloat16 [n, COUNT] of which no two of a row are equal: torch takes any of equal ones."""
+    """Scores bfloat16 [n, COUNT] of which no two of a row are equal."""
     return (draw(n, COUNT, seed=seed).argsort(dim=1).float() / 2 - draw(n, 1, seed=seed).abs()).bfloat16()
 
 
@@ -105,6 +105,37 @@ def test_scores_that_are_equal_or_no_numbers_stay_inside(ops: CpuOps, dtype: tor
     wanted = run_chosen_experts(ops, x[:1], ranked, w, TOP, True, CLAMPED_SWIGLU)
     torch.testing.assert_close(made[:1], wanted, rtol=0.02, atol=0.02)
     assert made[0].isfinite().all() and made[1].isnan().all() and made[2].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_equal_scores_decoding_a_prompt_and_the_reference_take_the_first(ops: CpuOps, dtype: torch.dtype) -> None:
+    """A router whose rows repeat: a tie takes the same experts in one row, in many, and in the reference op."""
+    n, plain = 4 * expert_kernels.MOST_ROWS, ReferenceOps()
+    gate_up = [(draw(2 * INNER, HIDDEN, seed=i) * HIDDEN**-0.5).bfloat16() for i in range(COUNT)]
+    down = [(draw(HIDDEN, INNER, seed=50 + i) * INNER**-0.5).bfloat16() for i in range(COUNT)]
+    router, x = draw(3, HIDDEN, seed=1)[torch.tensor([0, 1, 0, 2, 1, 0, 2, 1])], draw(n, HIDDEN, seed=2).bfloat16()
+    scores = (x.float() @ router.t() / 8).to(dtype)
+    assert all(len(row.unique()) <= 3 for row in scores), "the scores that repeated rows give are equal"
+    taken = torch.tensor([sorted(range(COUNT), key=lambda e: -float(row[e]))[:TOP] for row in scores])  # stable
+    assert torch.equal(route_tokens(scores, TOP, True).experts, taken)
+    few, many = ops.pack_experts(gate_up, down), plain.pack_experts(gate_up, down)
+    assert isinstance(few, SeparateExperts)
+    prompt = ops.experts(x, scores, few, TOP, True, "silu")
+    torch.testing.assert_close(prompt, plain.experts(x, scores, many, TOP, True, "silu"), rtol=0.05, atol=0.05)
+    for row in range(n):
+        decoded = run(x[row : row + 1], scores[row : row + 1], few.table, Routing(TOP, True, "silu"), ops.table)
+        torch.testing.assert_close(decoded[0], prompt[row], rtol=0.02, atol=0.02)
+
+
+def test_scores_beyond_the_exactness_of_their_shares_are_ranked_by_themselves() -> None:
+    """Shares of such experts are equal, or zero; the scores are not. Both zeros are one score."""
+    far = torch.tensor([[-200.0, -150.0, 0.0, -120.0]])
+    assert route_tokens(far, 3, False).experts.tolist() == [[2, 3, 1]]
+    near = torch.tensor([[9.0, 9.0 + 2**-20, 9.0, -1.0], [-0.0, 0.0, -1.0, -0.0]])
+    assert route_tokens(near, 3, False).experts.tolist() == [[1, 0, 2], [0, 1, 3]]
+    ends = torch.tensor([[float("-inf"), 3.4e38, float("-inf"), -3.4e38]], dtype=torch.float32)
+    assert route_tokens(ends, 3, False).experts.tolist() == [[1, 3, 0]]
+    assert route_tokens(torch.tensor([[1.0, float("nan"), 2.0]]), 2, True).shares.isnan().all()
 
 
 def test_experts_that_no_row_takes_are_not_read(ops: CpuOps) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from trencadis.backends.cpu.native import kernel_choice_by_cpu, kernel_library
 from trencadis.backends.cpu.native.kernel_choice_by_cpu import VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "backends" / "cpu" / "native"
 BUILT = kernel_library.load_library().library is not None
 COMPILERS = [name for name in ("gcc", "clang", "cc") if shutil.which(name)][:2]
 COMPILER = COMPILERS[0] if COMPILERS else None
@@ -102,6 +104,22 @@ def test_without_a_file_that_all_kernels_need_there_is_no_library(tmp_path: Path
     built, folder = build_refusing("thread_pool", str(COMPILER), tmp_path)
     assert built.returncode == 0 and "thread_pool" in built.stderr, built.stderr
     assert kernel_library.open_library(folder).why.startswith("they are not built")
+
+
+NO_KERNELS = re.compile(r"trencadis_(pool_\w+|panels_version|left_out|layout|cpu_features|features_of|launches)")
+"""Exported functions that say or set something, and multiply nothing."""
+
+
+def test_every_exported_kernel_has_a_case_that_the_sanitizers_run() -> None:
+    cases = {path.name: path.read_text() for path in Path(__file__).parent.glob("fuzz*.c")}
+    exported = set(re.findall(r"\b(trencadis_\w+)\(", (SOURCES / "exports.h").read_text()))
+    kernels = {name for name in exported if not NO_KERNELS.fullmatch(name)}
+    called = set(re.findall(r"\b(trencadis_\w+)\(", "".join(cases.values())))
+    assert len(kernels) >= 16 and not kernels - called, kernels - called
+    recorded = set(re.findall(r"\b(CALL_\w+)", (SOURCES / "replay.h").read_text()))
+    assert len(recorded) >= 10 and not recorded - set(re.findall(r"RECORDED\((CALL_\w+)", cases["fuzz_calls.c"]))
+    written = set(re.findall(r"^(?:static )?void (fuzz_\w+)\(void\)", "".join(cases.values()), re.MULTILINE))
+    assert written == set(re.findall(r"(?:CASE|TILED)\((fuzz_\w+)\)", cases["fuzz.c"]))
 
 
 @pytest.mark.long

@@ -14,7 +14,13 @@ from torch import Tensor
 from tests import kernel_kinds
 from tests.quant.test_cpu import away, normal
 from trencadis.backends.cpu.int8_linear import IntegerWeight
-from trencadis.backends.cpu.native import kernel_choice_by_cpu, kernel_library, kernel_threads, quantised_weight_panels
+from trencadis.backends.cpu.native import (
+    kernel_choice_by_cpu,
+    kernel_library,
+    kernel_threads,
+    quantised_weight_panels,
+    weight_packing,
+)
 from trencadis.backends.cpu.native.kernel_choice_by_cpu import EMULATED, KINDS, VARIABLE, available_kinds
 from trencadis.backends.cpu.native.kernel_library import load_library
 from trencadis.backends.cpu.native.quantised_weight_panels import PanelWeight, dequantise
@@ -153,6 +159,45 @@ def test_doubled_4_bit_floats_keep_4_bits(kernels: str) -> None:
         assert away(y, x.float() @ q.dequantised().t()) <= 2.5e-2
         for count in (1, 3, 7, 8, 9):
             assert torch.equal(CpuOps().linear(x[2 : 2 + count], packed), y[2 : 2 + count]), count
+
+
+def test_codes_and_scales_lie_in_huge_pages(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, own = list[Tensor](), weight_packing.pages.take
+
+    def take(size: int) -> Tensor:
+        held.append(own(size))
+        return held[-1]
+
+    monkeypatch.setattr(weight_packing.pages, "take", take)
+    for scheme in (Scheme(8), Scheme(4, group=32)):
+        packed: Any = CpuOps().pack_quantised(quantise(normal(40, 96), scheme, torch.float32))
+        wanted = [packed.codes] if packed.scale is None else [packed.codes, packed.scale]
+        assert {one.data_ptr() for one in wanted} == {one.data_ptr() for one in held}
+        held.clear()
+
+
+def test_scales_of_4_bit_floats_are_exact_however_far_apart(kernels: str) -> None:
+    """Beside a row's largest scale, float16 would lose those that are 2 ** 25 times smaller."""
+    data = torch.tensor(FP4_HALVES, dtype=torch.int8).repeat(16, 8)
+    scale = torch.exp2(torch.tensor([3.0, -30.0, -60.0, -118.0])).repeat(16, 1)
+    packed: Any = CpuOps().pack_quantised(
+        QTensor(Scheme(8, group=32, fp4=True), data, scale, None, 32, None, torch.float32)
+    )
+    wanted = data.float() * scale.repeat_interleave(32, 1)
+    assert torch.equal(dequantise(packed), wanted)
+    for group in range(4):
+        x = torch.zeros(3, 128)
+        x[:, 32 * group] = 127.0  # rounds to itself
+        assert torch.equal(CpuOps().linear(x, packed), x @ wanted.t()), group
+
+
+def test_4_bit_floats_with_other_scales_than_powers_of_two_are_left_to_torch(kernels: str) -> None:
+    places = torch.randint(0, 16, (16, 64), generator=torch.Generator().manual_seed(1))
+    data = torch.tensor(FP4_HALVES, dtype=torch.int8)[places]
+    q = QTensor(Scheme(8, group=32, fp4=True), data, torch.full((16, 2), 0.3), None, 32, None, torch.float32)
+    assert quantised_weight_panels.panel_weight(q, None) is None
+    x = normal(5, 64)
+    assert away(CpuOps().linear(x, CpuOps().pack_quantised(q)), x @ q.dequantised().t()) <= 2.5e-2
 
 
 def test_sums_that_16_bits_could_not_hold(kernels: str) -> None:

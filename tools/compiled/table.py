@@ -236,7 +236,7 @@ def _wait(r: Row) -> str:
 MULTIPLY = (
     "items_kernel", "turned_items_kernel", "verify_items_kernel", "windows_kernel", "images_kernel", "pictures_kernel",
     "skinny_kernel", "coded_skinny_kernel", "quantised_kernel", "experts_kernel", "experts_down_kernel",
-    "squares_kernel", "scan_kernel", "_shrink", "_expand",
+    "coded_experts_kernel", "coded_experts_down_kernel", "squares_kernel", "scan_kernel", "_shrink", "_expand",
 )  # fmt: skip
 """Kernels with products (``tl.dot``)."""
 

@@ -10,29 +10,21 @@
 
 #define ON_STACK 65536 /* bytes between the products that need no other memory */
 
-static float score_at(const void *scores, int64_t place, int type) {
-    if (type == FLOAT32) return ((const float *)scores)[place];
-    const uint32_t bits = (uint32_t)((const uint16_t *)scores)[place] << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
 /* Writes the `top` largest of `count` scores to chosen, in descending order and by index where they are equal, and
    their shares of the softmax over all, which add up to 1 if `normalise`. A NaN makes all shares NaN. */
 static void route_row(const void *scores, int64_t first, int64_t count, int64_t top, int normalise, int type,
                       float *shares, int64_t *chosen) {
     float largest = -INFINITY, total = 0, taken = 0;
     for (int64_t i = 0; i < count; i++) {
-        const float score = score_at(scores, first + i, type);
+        const float score = value_at(scores, first + i, type);
         largest = score > largest ? score : largest;
     }
-    for (int64_t i = 0; i < count; i++) total += expf(score_at(scores, first + i, type) - largest);
+    for (int64_t i = 0; i < count; i++) total += expf(value_at(scores, first + i, type) - largest);
     for (int64_t k = 0; k < top; k++) {
         int64_t best = -1;
         float held = 0;
         for (int64_t i = 0; i < count; i++) {
-            const float score = score_at(scores, first + i, type);
+            const float score = value_at(scores, first + i, type);
             if (best >= 0 && !(score > held)) continue;
             int64_t before = 0;
             while (before < k && chosen[before] != i) before++;
@@ -75,8 +67,6 @@ static int run_expert(const Experts *p, const Between *b, int64_t expert, const 
         if (chosen[i] == expert) memcpy(b->made + i * row, b->rows + next++ * row, (size_t)row);
     return 0;
 }
-
-static int64_t aligned(int64_t bytes) { return (bytes + 63) & ~(int64_t)63; }
 
 /* Writes out [n][hidden]: the sum of the outputs of each row's experts for x [n][hidden], times their shares, from the
    best to the least; scores [n][count]. Returns 0, or 1 if memory is lacking. */

@@ -16,7 +16,7 @@ from trencadis.backends.cpu.native.ctypes_structs import find_difference
 
 log = logging.getLogger("trencadis.engine")
 
-VERSION = 18
+VERSION = 19
 """``PANELS_VERSION`` of panels.h."""
 
 FEATURES = ("avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")

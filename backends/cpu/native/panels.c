@@ -16,6 +16,9 @@
 
 /* Bytes of weight times rows that are worth another thread. */
 #define GRAIN 16384
+/* Panels that tiles take at most, and panels of a thread from which on it gets whole tiles. */
+#define WIDEST_TILE 4
+#define MANY 32
 /* Rounded activations up to this size are on the stack, and are computed before the threads begin. */
 #define FEW 65536
 
@@ -108,6 +111,7 @@ typedef struct {
     const Kernels *kernels;
     const TileKernels *tiles; /* NULL: not by tiles */
     TileProduct tiled;
+    int64_t each; /* panels of an item, if not by tiles */
 } Call;
 
 static void round_work(void *data, int64_t first, int64_t last, int64_t thread) {
@@ -126,13 +130,12 @@ static void round_work(void *data, int64_t first, int64_t last, int64_t thread) 
 
 static void multiply_work(void *data, int64_t first, int64_t last, int64_t thread) {
     const Call *call = data;
+    const int64_t panels = panels_of(call->product->weight), stop = last * call->each;
     if (call->tiles)
         call->tiles->multiply(&call->tiled, first, last, thread, NULL);
     else
-        call->kernels->multiply(call->product, first, last);
+        call->kernels->multiply(call->product, first * call->each, stop < panels ? stop : panels);
 }
-
-static int64_t aligned(int64_t bytes) { return (bytes + 63) & ~(int64_t)63; }
 
 /* Returns `bytes` bytes at a multiple of 64: `few`, of FEW, if they suffice; else from malloc, and *big is to be freed;
    NULL if memory is lacking. */
@@ -157,8 +160,9 @@ EXPORT int trencadis_panels_linear(const PanelWeight *w, const void *x, void *ou
     if (n < 1) return 0;
     const int64_t most = pool_threads(w->rows * w->inputs / 8 * w->bits / GRAIN * (n < 8 ? 1 : n / 4), threads);
     Product p = {w, x, out, n, type, {0}, 0};
-    Call call = {&p, panels_kernels(kind), tiles_of(kind), {.codes = &p}};
+    Call call = {&p, panels_kernels(kind), tiles_of(kind), {.codes = &p}, 1};
     if (call.tiles && n <= call.tiles->few) call.tiles = NULL;
+    if (panels_of(w) >= MANY * most) call.each = WIDEST_TILE; /* else the panels left over would be multiplied one by one */
     const int64_t codes = aligned(n * w->columns), sums = n * groups_of(w) * 4, steps = n * 4;
     const int64_t row = w->gather ? most * w->columns * 4 : 0, rounded = codes + aligned(sums + steps + row);
     const int64_t tiles = call.tiles ? tiles_plan(&call.tiled, n, most) : 0;
@@ -176,7 +180,7 @@ EXPORT int trencadis_panels_linear(const PanelWeight *w, const void *x, void *ou
     if (call.tiles)
         pool_run(multiply_work, &call, call.tiled.quads * call.tiled.parts, tile_grain(&call.tiled, most), 0, most);
     else
-        pool_run(multiply_work, &call, panels_of(w), 0, 0, most);
+        pool_run(multiply_work, &call, (panels_of(w) + call.each - 1) / call.each, 0, 0, most);
     free(big);
     return 0;
 }

@@ -16,8 +16,9 @@
 #include "thread_pool.h"
 
 #include <stdint.h>
+#include <string.h>
 
-#define PANELS_VERSION 18
+#define PANELS_VERSION 19
 #define PANEL 16
 #define STEP 8 /* columns must be a multiple of this */
 #define CHUNK 256  /* keys of a row that one thread attends to at a time */
@@ -39,7 +40,8 @@ enum {
 
 typedef struct {
     const uint8_t *codes;  /* [panels][columns * bits / 8 * 16] */
-    const uint16_t *scale; /* float16 [panels][groups][16]; NULL: one group, whose scale is the factor */
+    const void *scale;     /* [panels][groups][16]: float16, or with `values` exponents of powers of two, in bytes, plus
+                              127, where 0 is a scale of zero; NULL: one group, whose scale is the factor */
     const uint8_t *zero;   /* [panels][groups][16]; NULL: the middle code */
     const float *factor;   /* [panels][16] */
     const int32_t *gather; /* [columns]: the input's column, or -1 for a zero; NULL: in order, then zeros */
@@ -141,6 +143,18 @@ void attend_avx512_bf16(const Attend *, int64_t first, int64_t last);
 /* Defined in panels.c: kernels by their number, and a counter of their launches. */
 const Kernels *panels_kernels(int kind);
 void panels_count(int operation, int kind);
+
+/* Returns value i of an array of FLOAT32 or BFLOAT16. */
+static inline float value_at(const void *x, int64_t i, int64_t type) {
+    if (type == FLOAT32) return ((const float *)x)[i];
+    const uint32_t bits = (uint32_t)((const uint16_t *)x)[i] << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* Returns `bytes`, or the next multiple of 64. */
+static inline int64_t aligned(int64_t bytes) { return (bytes + 63) & ~(int64_t)63; }
 
 static inline int64_t panels_of(const PanelWeight *w) { return (w->rows + PANEL - 1) / PANEL; }
 static inline int64_t groups_of(const PanelWeight *w) { return (w->columns + w->group - 1) / w->group; }

@@ -1,13 +1,14 @@
 """8-bit and 4-bit weights in panels of 16 output rows, and the product with them (panels.h has the layout).
 
-A value is (code - zero) x scale of its group x factor of its row. Codes are stored unsigned. Columns are padded to
-whole steps of 8, and so are groups of other sizes; in that case, and if columns have another order, the input is
-gathered.
+A value is (code - zero) x scale of its group x factor of its row. Scales are float16, those of 4-bit floats exponents.
+Codes are stored unsigned. Columns are padded to whole steps of 8, and so are groups of other sizes; in that case, and
+if columns have another order, the input is gathered.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,6 +35,9 @@ STEP = 8
 LONGEST = 65536
 """Maximum columns of one sum of integers: 32 bits hold 255 x 127 x this many."""
 
+BIAS = 127
+"""Stored exponents of scales are larger by this."""
+
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes of activations, biases and results -> their numbers in panels.h."""
 
@@ -50,7 +54,8 @@ class PanelWeight:
 
     Args:
         codes: uint8 [panels, bytes].
-        scale: float16 [panels, groups, 16]; None: only the factor.
+        scale: float16 [panels, groups, 16], or with ``values`` uint8: exponents of powers of two plus 127, where 0 is a
+            scale of zero; None: only the factor.
         zero: uint8 [panels, groups, 16]; None: the middle code.
         factor: float32 [panels * 16].
         gather: int32 [columns], the input's column of each column, -1: a zero; None: in order.
@@ -91,29 +96,40 @@ class PanelWeight:
         return sum(t.nbytes for t in held if t is not None)
 
 
-def panel_weight(q: QTensor, bias: Tensor | None) -> PanelWeight | None:
-    """Packs integers for the kernels in use; returns None if these are torch's, or if sums could overflow."""
+Take = Callable[[int], Tensor]
+"""Allocates uint8 [size] of zeros at a multiple of 64 bytes."""
+
+
+def _take(size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.uint8)
+
+
+def panel_weight(q: QTensor, bias: Tensor | None, take: Take = _take) -> PanelWeight | None:
+    """Packs integers for the kernels in use; returns None if these are torch's, or if sums could overflow.
+
+    ``take`` allocates codes and scales: huge pages are read a sixth faster than the small ones of torch's memory.
+    """
     table = kernel_choice_by_cpu.chosen_table()
     kind = table.number
     if not kind or q.data.dtype != torch.int8 or q.dtype not in TYPES:
         return None
     kernel_library.log_quantised_kernels(f"own kernels ({table.kind})")
     slots, group, of = _arrange_columns(q)
-    if group > LONGEST:
+    if group > LONGEST or (q.scheme.fp4 and not _has_powers(q.scale)):
         return None
     scale, zero = q.scale, q.zero
     if of is not None:
         scale, zero = scale[:, of], None if zero is None else zero[:, of]
     values = _FP4 if q.scheme.fp4 else None
-    factor, parts = _factors(scale, values is not None)
+    factor, parts = _factors(scale) if values is None else _exponents(scale)
     middle = 8 if q.scheme.bits == 4 else 128 if values is None else int(values[0])
     if zero is None and not q.scheme.symmetric:
         zero = torch.zeros_like(scale, dtype=torch.int8)  # the planner charges zero points
     points = None if zero is None else _by_panel((zero.short() + middle).to(torch.uint8))
     columns = len(slots) if slots is not None else fill_up(q.shape[1], STEP)
     return PanelWeight(
-        _codes(q, slots, columns, middle, values),
-        None if parts is None else _by_panel(parts),
+        _codes(q, slots, columns, middle, values, take),
+        None if parts is None else _place(_by_panel(parts), take),
         points,
         functional.pad(factor, (0, -len(factor) % PANEL)),
         slots, bias, values, columns, group, 8 if q.scheme.bits == 8 and values is None else 4, middle, kind, *q.shape,
@@ -159,11 +175,17 @@ _FP4 = torch.tensor([12 + half for half in FP4_HALVES], dtype=torch.uint8)
 """Values of the codes of a scheme with ``fp4``."""
 
 
-def _codes(q: QTensor, slots: Tensor | None, columns: int, middle: int, table: Tensor | None) -> Tensor:
+def _place(held: Tensor, take: Take) -> Tensor:
+    """Copies a tensor to memory of ``take``."""
+    return take(held.nbytes).view(held.dtype).view(held.shape).copy_(held)
+
+
+def _codes(q: QTensor, slots: Tensor | None, columns: int, middle: int, table: Tensor | None, take: Take) -> Tensor:
     """Packs int8 [out, in] into uint8 [panels, bytes], some panels at a time; ``table``: the values of 4-bit codes."""
     rows, bits = q.shape[0], q.scheme.bits if table is None else 4
     places = None if table is None else (torch.arange(int(table.max()) + 1)[:, None] == table).byte().argmax(1)
-    out = torch.empty((fill_up(rows, PANEL) // PANEL, columns * PANEL * bits // 8), dtype=torch.uint8)
+    panels, wide = fill_up(rows, PANEL) // PANEL, columns * PANEL * bits // 8
+    out = take(panels * wide).view(panels, wide)
     step = max(SLAB // 4 // (columns * PANEL), 1)
     for first in range(0, len(out), step):
         part = q.data[first * PANEL : (first + step) * PANEL]
@@ -181,13 +203,25 @@ def _codes(q: QTensor, slots: Tensor | None, columns: int, middle: int, table: T
     return out
 
 
-def _factors(scale: Tensor, always: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Splits scales into float32 [out] factors and the rest, float16 [out, groups] up to 1; None for one scale per row,
-    unless ``always``.
+def _has_powers(scale: Tensor) -> bool:
+    """Returns True if all scales are powers of two, or zero."""
+    return bool(((torch.frexp(scale.float())[0] == 0.5) | (scale == 0)).all())
+
+
+def _exponents(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Splits powers of two into factors, float32 [out], and exponents plus 127 of the rest, uint8 [out, groups]."""
+    found = torch.frexp(scale.float())[1]
+    most = torch.frexp(scale.float().amax(1))[1]
+    rest = (BIAS - 1 + found - most[:, None]).clamp_min(0)
+    return torch.ldexp(torch.ones_like(most, dtype=torch.float32), most), torch.where(scale > 0, rest, 0).byte()
+
+
+def _factors(scale: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Splits scales into float32 [out] factors and the rest, float16 [out, groups] up to 1; None for one scale per row.
 
     Factors are powers of two, so that 16-bit scales lose nothing unless those of one row span the whole range.
     """
-    if scale.shape[1] == 1 and not always:
+    if scale.shape[1] == 1:
         return scale[:, 0].float().clone(), None
     factor = torch.ldexp(torch.ones_like(scale[:, 0]), torch.frexp(scale.amax(1))[1])
     return factor, (scale / factor[:, None]).to(torch.float16)
@@ -237,7 +271,8 @@ def dequantise(w: PanelWeight) -> Tensor:
     wide: Any = lambda t: t.transpose(1, 2).reshape(panels * PANEL, -1).float().repeat_interleave(w.group, 1)  # noqa: E731
     values -= float(w.middle) if w.zero is None else wide(w.zero)[:, : w.columns]
     if w.scale is not None:
-        values *= wide(w.scale)[:, : w.columns]
+        found = wide(w.scale)[:, : w.columns]
+        values *= found if w.values is None else torch.where(found > 0, torch.exp2(found - BIAS), 0.0)
     values = (values * w.factor[:, None])[: w.out_features]
     if w.gather is None:
         return values[:, : w.in_features]

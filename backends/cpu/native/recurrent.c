@@ -4,7 +4,6 @@
 
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
@@ -62,14 +61,6 @@ EXPORT int trencadis_delta_rule(const Delta *asked, int kind, int threads) {
     pool_run(delta_work, &call, items, longest > 1, 0, most);
     free(held);
     return 0;
-}
-
-static float value_at(const void *x, int64_t i, int64_t type) {
-    if (type == FLOAT32) return ((const float *)x)[i];
-    const uint32_t wide = (uint32_t)((const uint16_t *)x)[i] << 16;
-    float value;
-    memcpy(&value, &wide, 4);
-    return value;
 }
 
 /* Writes what a token's state is multiplied by, as a logarithm, and the share of its change, for each head. */

@@ -6,16 +6,17 @@ of its inputs, and padding costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.cpu_offloaded_layers import HostLayerOps
+from trencadis.backends.cuda.cpu_twin import twin_expert_operators
 from trencadis.backends.cuda.cpu_twin.cuda_rules import TwinMemory
+from trencadis.backends.cuda.cpu_twin.twin_expert_operators import decode_once, register_op
 from trencadis.backends.cuda.weights.quantised_weight import (
     NEWEST,
     QuantisedWeight,
@@ -23,6 +24,7 @@ from trencadis.backends.cuda.weights.quantised_weight import (
     pack_quantised_weight,
     product,
 )
+from trencadis.backends.cuda.weights.stacked_experts import StackedExperts, stack_experts
 from trencadis.core.device.backend import (
     Attn,
     ExpertBiases,
@@ -40,7 +42,6 @@ from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.quantised_weight_layout_and_bytes import DECODED_BYTES, DECODED_ROWS
 
 BY_LENGTH = CpuOps()
-_KERNELS = torch.library.Library("trencadis_twin", "DEF")  # type: ignore[no-untyped-call]
 
 
 class TwinOps(HostLayerOps, ReferenceOps):
@@ -65,6 +66,21 @@ class TwinOps(HostLayerOps, ReferenceOps):
         beside = () if biases is None else (*biases.gate_up, *biases.down)
         self._memory.take(sum(t.nbytes for t in (*gate_up, *down, *beside)))
         return super().pack_experts(gate_up, down, biases)
+
+    def pack_quantised_experts(
+        self, gate_up: Sequence[Tensor | QTensor], down: Sequence[Tensor | QTensor], biases: ExpertBiases | None = None
+    ) -> StackedExperts:
+        """Packs experts as a card stores them, and charges their bytes."""
+        packed = stack_experts(gate_up, down, biases, NEWEST)
+        beside = () if biases is None else (*biases.gate_up, *biases.down)
+        self._memory.take(packed.nbytes + sum(t.nbytes for t in beside))
+        return packed
+
+    def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
+        """Runs quantised experts in one recorded call, which reads each token's own experts as kernels do."""
+        if not isinstance(w, StackedExperts):
+            return super().experts(x, scores, w, top, normalise, kind)
+        return twin_expert_operators.call(x, scores, w, top, normalise, kind)
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         """Multiplies by a quantised weight in one recorded call, as the kernel does."""
@@ -201,10 +217,6 @@ def _attend_images(
     return BY_LENGTH.attend_images(q, k, v, Segments(segment, real, padding_window), scale)
 
 
-_DECODED = WeakTensorKeyDictionary()
-"""Codes -> their values: the twin decodes a weight only once, while a kernel does so for every product."""
-
-
 def _quantised_linear(
     x: Tensor, codes: Tensor, factor: Tensor, scale: Tensor | None, zero: Tensor | None, gather: Tensor | None,
     bias: Tensor | None, kind: int, columns: int, group: int, rounds: bool, inputs: int, room: Tensor | None,
@@ -212,43 +224,35 @@ def _quantised_linear(
     w = QuantisedWeight(
         codes, factor, scale, zero, gather, bias, kind, columns, group, rounds, codes.shape[0], inputs
     )  # fmt: skip
-    if codes not in _DECODED:
-        _DECODED[codes] = dequantise(w)
-    return product(x, w, _DECODED[codes])
+    return product(x, w, decode_once(codes, lambda: dequantise(w)))
 
 
-def _register_op(schema: str, function: Callable[..., Tensor]) -> None:
-    """Registers an operator of ``schema``, which a graph records as one call."""
-    _KERNELS.define(schema)  # type: ignore[no-untyped-call]
-    _KERNELS.impl(schema.partition("(")[0], function, "CPU")  # type: ignore[no-untyped-call]
-
-
-_register_op(
+register_op(
     "attend(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor? kept, Tensor? pairs, "
     "Tensor row_start, Tensor context, Tensor blocks, Tensor block_start, Tensor? upto, Tensor? sinks, "
     "float scale, int window) -> Tensor",
     _attend,
 )
-_register_op(
+register_op(
     "attend_pictures(Tensor q, Tensor held, Tensor reach, Tensor times, Tensor unit_row, float scale) -> Tensor",
     _cross_attend,
 )
 _ROWS = "Tensor slot, Tensor begins, Tensor source, Tensor count, Tensor row_start"
-_register_op(
+register_op(
     f"causal_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, {_ROWS}, str activation) -> Tensor",
     _causal_conv,
 )
-_register_op(
+register_op(
     f"delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, {_ROWS}) -> Tensor", _delta_rule
 )
-_register_op(
+register_op(
     f"state_space(Tensor c, Tensor b, Tensor x, Tensor g, Tensor step, Tensor(a!) state, {_ROWS}) -> Tensor",
     _state_space,
 )
 _SEGMENTS = "(Tensor q, Tensor k, Tensor v, Tensor segment, Tensor real, float scale) -> Tensor"
-_register_op("attend_windows" + _SEGMENTS, _attend_windows)
-_register_op("attend_images" + _SEGMENTS.replace("Tensor real", "Tensor real, Tensor? ghost"), _attend_images)
-_register_op(
+register_op("attend_windows" + _SEGMENTS, _attend_windows)
+register_op("attend_images" + _SEGMENTS.replace("Tensor real", "Tensor real, Tensor? ghost"), _attend_images)
+register_op(
     "coded(Tensor x, Tensor codes, Tensor factor, Tensor? scale, Tensor? zero, Tensor? gather, Tensor? bias, int kind, "
     "int columns, int group, bool rounds, int inputs, Tensor? room) -> Tensor",
     _quantised_linear,

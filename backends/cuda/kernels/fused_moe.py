@@ -13,7 +13,6 @@ tiles have owner -1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,15 +20,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import tile_sizes
+from trencadis.backends.cuda.kernels import quantised_fused_moe, tile_sizes
 from trencadis.backends.cuda.kernels.activation import KINDS, adjust_up, apply_activation
+from trencadis.backends.cuda.kernels.quantised_fused_moe import PairTiles
 from trencadis.backends.cuda.kernels.tile_sizes import power
+from trencadis.backends.cuda.weights.stacked_experts import ExpertMatrix, StackedCodes, StackedExperts
 
 CHUNK = 1024
 """Number of pairs that one program counts."""
 
 ELEMENTS = 4096
 """Number of comparisons of a pair and an expert that a program holds at a time."""
+
+COMPARED = 128
+"""Maximum number of pairs that are placed by comparing each with each."""
 
 
 class Routes(NamedTuple):
@@ -45,8 +49,8 @@ def tile_capacity(pairs: int, count: int, tile: int) -> int:
     return min(pairs, pairs // tile + count)
 
 
-def route_tokens(scores: Tensor, top: int, normalise: bool, tile: int) -> Routes:
-    """Routes scores [n, count], contiguous, in tiles of ``tile`` pairs."""
+def route_tokens(scores: Tensor, top: int, normalise: bool, tile: int, alike: bool = False) -> Routes:
+    """Routes scores [n, count], contiguous, in tiles of ``tile`` pairs; few tokens in one launch unless ``alike``."""
     assert scores.ndim == 2 and scores.is_contiguous() and 0 < top <= scores.shape[1], (scores.shape, top)
     n, count = scores.shape
     pairs, lanes, device = n * top, max(power(count), 2), scores.device
@@ -56,10 +60,18 @@ def route_tokens(scores: Tensor, top: int, normalise: bool, tile: int) -> Routes
         torch.empty(tiles * tile, dtype=torch.int32, device=device),
         torch.empty(tiles, dtype=torch.int32, device=device),
     )
+    rows, picks = power(n), max(power(top), 2)
+    if n <= tile and rows * picks <= COMPARED and rows * lanes <= 4 * ELEMENTS and not alike:
+        route_few_kernel[(1,)](
+            found.shares, found.order, found.owner, scores, n, tiles, COUNT=count, LANES=lanes, TOP=top, PICKS=picks,
+            NORMALISE=normalise, ROWS=rows, TILES=power(tiles), M=tile,
+            num_warps=4 if rows * lanes <= 1024 else 16,
+        )  # fmt: skip
+        return found
     chosen = torch.empty(pairs, dtype=torch.int32, device=device)
     part = torch.empty((chunks, lanes), dtype=torch.int32, device=device)
     route_kernel[(n,)](
-        found.shares, chosen, scores, COUNT=count, LANES=lanes, TOP=top, PICKS=max(power(top), 2),
+        found.shares, chosen, scores, COUNT=count, LANES=lanes, TOP=top, PICKS=picks,
         NORMALISE=normalise, num_warps=1 if lanes <= 256 else 4,
     )  # fmt: skip
     few = max(ELEMENTS // lanes, 2)
@@ -76,27 +88,67 @@ def route_kernel(
     NORMALISE: tl.constexpr,
 ):  # fmt: skip
     """Selects the experts of one token; of two equal ones the lower number. A NaN affects its shares, not its order."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, LANES)
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    pick = tl.arange(0, PICKS)
+    found, part = choose_experts(scores, row, row >= 0, COUNT, LANES, TOP, PICKS, NORMALISE, 1)
+    address = (row * TOP)[:, None] + pick[None, :]
+    tl.store(chosen + address, found, mask=(pick < TOP)[None, :])
+    tl.store(shares + address, part, mask=(pick < TOP)[None, :])
+
+
+@triton.jit
+def choose_experts(
+    scores, row, here, COUNT: tl.constexpr, LANES: tl.constexpr, TOP: tl.constexpr, PICKS: tl.constexpr,
+    NORMALISE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Returns (int32 experts, float32 shares), [ROWS, PICKS] each, of the tokens ``row`` [ROWS]."""
+    at = tl.arange(0, LANES)[None, :]
     inside = at < COUNT
-    value = tl.load(scores + row * COUNT + at, mask=inside, other=float("-inf")).to(tl.float32)
-    each = tl.where(inside, tl.exp(value - tl.max(value, 0)), 0.0)
-    share = each / tl.sum(each, 0)
+    value = tl.load(scores + row[:, None] * COUNT + at, mask=here[:, None] & inside, other=float("-inf"))
+    value = tl.where(here[:, None] | (at > 0), value.to(tl.float32), 0.0)
+    each = tl.where(inside, tl.exp(value - tl.max(value, 1)[:, None]), 0.0)
+    share = each / tl.sum(each, 1)[:, None]
     # Selected experts and lanes beyond the last score lower than every expert that is left.
     left = tl.where(value > -3.0e38, value, -3.0e38)
     left = tl.where(inside, left, float("-inf"))
-    pick = tl.arange(0, PICKS)
-    found = tl.zeros([PICKS], tl.int32)
-    part = tl.zeros([PICKS], tl.float32)
+    pick = tl.arange(0, PICKS)[None, :]
+    found = tl.zeros([ROWS, PICKS], tl.int32)
+    part = tl.zeros([ROWS, PICKS], tl.float32)
     for i in tl.static_range(TOP):
-        best = tl.min(tl.where(left == tl.max(left, 0), at, LANES - 1), 0)
+        best = tl.min(tl.where(left == tl.max(left, 1)[:, None], at, LANES - 1), 1)[:, None]
         found = tl.where(pick == i, best, found)
-        part = tl.where(pick == i, tl.sum(tl.where(at == best, share, 0.0), 0), part)
+        part = tl.where(pick == i, tl.sum(tl.where(at == best, share, 0.0), 1)[:, None], part)
         left = tl.where(at == best, float("-inf"), left)
     if NORMALISE:
-        part = part / tl.sum(part, 0)
-    tl.store(chosen + row * TOP + pick, found, mask=pick < TOP)
-    tl.store(shares + row * TOP + pick, part, mask=pick < TOP)
+        part = part / tl.sum(part, 1)[:, None]
+    return found, part
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def route_few_kernel(
+    shares, order, owner, scores, rows, tiles, COUNT: tl.constexpr, LANES: tl.constexpr, TOP: tl.constexpr,
+    PICKS: tl.constexpr, NORMALISE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """Routes at most M tokens, so that no expert has more than one tile, as the three kernels for more do."""
+    row = tl.arange(0, ROWS)
+    pick = tl.arange(0, PICKS)[None, :]
+    found, part = choose_experts(scores, row, row < rows, COUNT, LANES, TOP, PICKS, NORMALISE, ROWS)
+    there = (row < rows)[:, None] & (pick < TOP)
+    tl.store(shares + (row * TOP)[:, None] + pick, part, mask=there)
+    slot = tl.arange(0, TILES)
+    tl.store(owner + slot, tl.full([TILES], -1, tl.int32), mask=slot < tiles)
+    lane = slot[:, None] * M + tl.arange(0, M)[None, :]
+    tl.store(order + lane, tl.full([TILES, M], -1, tl.int32), mask=(slot < tiles)[:, None])
+    tl.debug_barrier()  # all threads have marked their places as unused before pairs take some
+    expert = tl.reshape(tl.where(there, found, -1), [ROWS * PICKS])
+    pair = tl.reshape((row * TOP)[:, None] + pick, [ROWS * PICKS])
+    index = tl.arange(0, ROWS * PICKS)
+    earlier = (expert[:, None] == expert[None, :]) & (index[None, :] < index[:, None])
+    place = tl.sum(earlier.to(tl.int32), 1)
+    leads = tl.where((place == 0) & (expert >= 0), expert, COUNT)  # an expert where its first pair is
+    tile = tl.sum((leads[None, :] < expert[:, None]).to(tl.int32), 1)
+    tl.store(order + tile * M + place, pair, mask=expert >= 0)
+    tl.store(owner + tile, expert, mask=leads < COUNT)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -150,78 +202,78 @@ FEW = 16
 BLOCK = 1024
 
 
-@dataclass
-class StackedExperts:
-    """The experts of a layer: gate_up [count, 2 inner, hidden], or [count, inner, hidden] without gates, and down
-    [count, hidden, inner].
-    """
-
-    gate_up: Tensor
-    down: Tensor
-    count: int
-    inner: int
-    gate_up_bias: Tensor | None = None  # [count, 2 inner]
-    down_bias: Tensor | None = None  # [count, hidden]
-
-    @property
-    def gated(self) -> bool:
-        """True if experts have gates."""
-        return self.gate_up.shape[1] == 2 * self.inner
-
-
 def run(
     x: Tensor, scores: Tensor, w: StackedExperts, top: int, normalise: bool, kind: str, alike: bool = False
 ) -> Tensor:
     """Implements ``core.device.backend.Ops.experts``; ``alike``: uses the same tiles in every launch."""
     check(x, scores, w, kind)
-    (n, hidden), inner = x.shape, w.inner
+    n, hidden = x.shape
     out = torch.empty_like(x)
     if not n:
         return out
-    tile, step = tile_of(x, n * top, w.count, alike), STEP[x.dtype.itemsize * 8]
-    routes = route_tokens(scores, top, normalise, tile.m)
-    between = torch.empty((n * top, inner), dtype=x.dtype, device=x.device)
-    part = torch.empty((n * top, hidden), dtype=x.dtype, device=x.device)
-    sizes = {"M": tile.m, "N": tile.n, "K": step, "num_warps": tile.warps, "num_stages": tile.stages}
-    _up(x, w, routes, top, kind, between, sizes)
-    _down(between, w, routes, part, sizes)
+    length = "few" if not alike and n * top <= FEW * w.count else "many"
+    tile = tile_of(x, w.gate_up, length)
+    routes = route_tokens(scores, top, normalise, tile.m, alike)
+    between = _up(x, w, routes, top, kind, tile)
+    if isinstance(w.gate_up, StackedCodes) or isinstance(w.down, StackedCodes):
+        tile = tile_of(x, w.down, length)._replace(m=tile.m)
+    part = _down(between, w, routes, tile)
     experts_sum_kernel[(n, -(-hidden // BLOCK))](out, part, hidden, TOP=top, BLOCK=BLOCK, num_warps=4)
     return out
 
 
 def check(x: Tensor, scores: Tensor, w: StackedExperts, kind: str) -> None:
-    """Asserts: x [n, hidden] and scores [n, count], contiguous, and weights of x's dtype that fit them."""
+    """Asserts: x [n, hidden] and scores [n, count], contiguous, and weights that fit them: codes, or of x's dtype."""
     assert kind in KINDS, kind
     assert x.ndim == 2 and x.is_contiguous() and scores.shape == (x.shape[0], w.count), (x.shape, scores.shape)
-    assert w.gate_up.shape == (w.count, (1 + w.gated) * w.inner, x.shape[1]) and w.gate_up.is_contiguous()
     assert w.gated or w.gate_up_bias is None, "experts without gates have no biases"
-    assert w.down.shape == (w.count, x.shape[1], w.inner) and w.down.is_contiguous()
-    assert w.gate_up.dtype == w.down.dtype == x.dtype
+    hidden = x.shape[1]
+    for part, shape in ((w.gate_up, (w.count, (1 + w.gated) * w.inner, hidden)), (w.down, (w.count, hidden, w.inner))):
+        if isinstance(part, StackedCodes):
+            quantised_fused_moe.check(part, shape)
+        else:
+            assert part.shape == shape and part.is_contiguous() and part.dtype == x.dtype, (part.shape, part.dtype)
 
 
-def tile_of(x: Tensor, pairs: int, count: int, alike: bool) -> tile_sizes.Tile:
+def tile_of(x: Tensor, w: ExpertMatrix, length: str) -> tile_sizes.Tile:
     """Returns the tile; m: pairs, n: columns. The table's ``head`` and ``group`` have no meaning here."""
-    length = "few" if not alike and pairs <= FEW * count else "many"
+    if isinstance(w, StackedCodes):
+        return quantised_fused_moe.tile_of(x, w, length)
     found = tile_sizes.FORCED.get("experts")
     return found or tile_sizes.find("experts", tile_sizes.arch_of(x.device), x.dtype.itemsize * 8, 0, 0, length)
 
 
-def _up(x: Tensor, w: StackedExperts, r: Routes, top: int, kind: str, out: Tensor, sizes: dict[str, int]) -> None:
-    grid = r.owner.shape[0], -(-w.inner // sizes["N"])
+def _sizes(x: Tensor, tile: tile_sizes.Tile) -> dict[str, int]:
+    return {
+        "M": tile.m, "N": tile.n, "K": STEP[x.dtype.itemsize * 8], "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+
+
+def _up(x: Tensor, w: StackedExperts, r: Routes, top: int, kind: str, tile: tile_sizes.Tile) -> Tensor:
+    if isinstance(w.gate_up, StackedCodes):
+        pairs = PairTiles(r.order, r.owner, top)
+        return quantised_fused_moe.multiply_up(x, w.gate_up, w.gate_up_bias, pairs, w.inner, KINDS[kind], tile)
+    out = torch.empty((len(x) * top, w.inner), dtype=x.dtype, device=x.device)
     bias = w.gate_up if w.gate_up_bias is None else w.gate_up_bias
-    experts_kernel[grid](
+    experts_kernel[(r.owner.shape[0], -(-w.inner // tile.n))](
         out, x, w.gate_up, bias, r.order, r.owner, x.shape[1], w.inner, TOP=top, KIND=KINDS[kind],
-        BIASED=w.gate_up_bias is not None, GATED=w.gated, **sizes,
+        BIASED=w.gate_up_bias is not None, GATED=w.gated, **_sizes(x, tile),
     )  # fmt: skip
+    return out
 
 
-def _down(x: Tensor, w: StackedExperts, r: Routes, out: Tensor, sizes: dict[str, int]) -> None:
-    hidden = out.shape[1]
-    grid = r.owner.shape[0], -(-hidden // sizes["N"])
+def _down(x: Tensor, w: StackedExperts, r: Routes, tile: tile_sizes.Tile) -> Tensor:
+    if isinstance(w.down, StackedCodes):
+        pairs = PairTiles(r.order, r.owner, 1)
+        return quantised_fused_moe.multiply_down(x, w.down, w.down_bias, pairs, r.shares, tile)
+    hidden = w.down.shape[1]
+    out = torch.empty((len(x), hidden), dtype=x.dtype, device=x.device)
     bias = w.down if w.down_bias is None else w.down_bias
-    experts_down_kernel[grid](
-        out, x, w.down, bias, r.shares, r.order, r.owner, hidden, w.inner, BIASED=w.down_bias is not None, **sizes
-    )
+    experts_down_kernel[(r.owner.shape[0], -(-hidden // tile.n))](
+        out, x, w.down, bias, r.shares, r.order, r.owner, hidden, w.inner, BIASED=w.down_bias is not None,
+        **_sizes(x, tile),
+    )  # fmt: skip
+    return out
 
 
 @triton.jit

@@ -32,7 +32,7 @@ from trencadis.backends.cuda.time_estimates.kernel_times import (
     RecordedKernel,
 )
 from trencadis.backends.cuda.weights.decoded_pieces import choose_programs
-from trencadis.backends.cuda.weights.quantised_weight import E4M3, E5M2, INT4, INT8
+from trencadis.backends.cuda.weights.quantised_weight import E4M3, E5M2, FP4, INT4, INT8
 from trencadis.core.buckets import Bucket, Stage, verify_variant
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.engine_config import EngineConfig
@@ -62,6 +62,15 @@ DECODING = {
 trip has: the most of those compiled for sm_90 in bfloat16 (docs/kernels.csv has trips); ``quantised_kernel`` for 64
 rows. Those of e5m2 are not counted: they are taken to be as many as e4m3's, or as those of 4 bits.
 """
+
+EXPERT_DECODING = {
+    16: {INT4: 4.2, INT8: 4.4, E4M3: 3.8, E5M2: 3.8, FP4: 5.5},
+    64: {INT4: 8.7, INT8: 9.8, E4M3: 8.0, E5M2: 8.0, FP4: 9.9},
+}
+"""Pairs of a tile of experts -> the same of their kernels. Rounded activations by integers: ``INTEGERS``."""
+
+INTEGERS = 2.1
+"""Instructions of a lane for each integer of 8 bits that experts multiply by integers, at most."""
 
 ROUNDED_PRODUCT = "_scaled_mm"
 """Torch's product of 8-bit floats by 8-bit floats."""
@@ -118,11 +127,13 @@ class KernelRecorder:
         found = _READS.get(name, _all_bytes)(args, self._context)
         kind = ATTENTION if name in ATTENDING else HEAD if name in HEADS else ROWS
         flops = codes = 0
-        integers = name == "quantised_kernel" and args.get("ROUNDED") and args.get("KIND") == INT8
+        decoding = DECODING.get(f"{name}, {args.get('M')} rows") or DECODING.get(name, {})
+        each = decoding.get(args.get("KIND", -1), 0.0)
+        integers = name in INTEGER_PRODUCTS and args.get("ROUNDED") and args.get("KIND") == INT8
         rate = EIGHT_BITS if integers else 1.0
         if name in ATTENDING[:-1]:
             flops = 4 * self._seen * args["out"].shape[1] * args["out"].shape[2]
-        if name.startswith(("quantised", "experts", "skinny", "coded_skinny")):
+        if name.startswith(("quantised", "experts", "skinny", "coded_skinny", "coded_experts")):
             kind = PRODUCT
         if name == "skinny_kernel":
             flops = 2 * args["x"].shape[0] * args["weight"].numel()
@@ -137,8 +148,12 @@ class KernelRecorder:
             codes = args["out"].numel()
         if name in EXPERTS:
             flops, programs = 2 * len(args["out"]) * args["weight"][0].numel(), 0
-        decoding = DECODING.get(f"{name}, {args.get('M')} rows") or DECODING.get(name, {})
-        each = decoding.get(args.get("KIND", -1), 0.0)
+        if name in CODED_EXPERTS:
+            each_expert = args["codes"].shape[1] * args["columns"]
+            flops, programs = 2 * len(args["out"]) * each_expert, 0
+            codes = round(_filled_tiles(len(args["codes"]), len(args["out"]), args["M"]) * each_expert)
+            of_kind = EXPERT_DECODING[16 if args["M"] == 16 else 64]
+            each = INTEGERS if integers else of_kind[args["KIND"]]
         if name in _STATE_PRODUCTS:
             codes, each = _STATE_PRODUCTS[name](args), 1.0
         waves = programs if flops else 0
@@ -204,6 +219,12 @@ ATTENDING = ("items_kernel", "turned_items_kernel", "verify_items_kernel", "join
 EXPERTS = ("experts_kernel", "experts_down_kernel")
 """Products of pairs of a token and an expert."""
 
+CODED_EXPERTS = ("coded_experts_kernel", "coded_experts_down_kernel")
+"""Those by codes."""
+
+INTEGER_PRODUCTS = ("quantised_kernel", *CODED_EXPERTS)
+"""Kernels that multiply rounded activations as integers."""
+
 HEADS = ("greedy_parts_kernel", "greedy_pick_kernel", "parts_kernel", "draw_kernel", "told_kernel")
 
 
@@ -225,11 +246,27 @@ def _skinny_bytes(args: KernelArguments, context: Sequence[int]) -> int:
     return int(args["weight"].nbytes + sum(t.nbytes for t in parts.values()) + sums)
 
 
+def _chosen_experts(count: int, pairs: int) -> float:
+    """Returns how many of ``count`` experts some of ``pairs`` pairs have, if experts are chosen at random."""
+    return count * (1 - (1 - 1 / count) ** pairs)
+
+
+def _filled_tiles(count: int, pairs: int, rows: int) -> float:
+    """Returns the tiles of ``rows`` pairs: one of each chosen expert; of many pairs, half a tile of each expert more
+    than they fill.
+    """
+    chosen = _chosen_experts(count, pairs)
+    return max(chosen, pairs / rows + chosen / 2)
+
+
 def _expert_bytes(args: KernelArguments, context: Sequence[int]) -> int:
     """Returns the bytes of the experts that some pair has, as many as of experts chosen at random, and of the pairs."""
-    count, pairs = len(args["weight"]), len(args["out"])
-    share = 1 - (1 - 1 / count) ** pairs
-    return int(share * args["weight"].nbytes + args["x"].nbytes + args["out"].nbytes)
+    pairs, out = len(args["out"]), args["out"]
+    names = ("weight",) if "weight" in args else ("codes", "factor", "scale", "zero")
+    parts = {id(args[name]): args[name] for name in names}.values()  # a weight without zero points has none
+    count = len(args[names[0]])
+    share = _chosen_experts(count, pairs) / count
+    return int(share * sum(t.nbytes for t in parts) + args["x"].nbytes + out.nbytes)
 
 
 def _join_bytes(args: KernelArguments, context: Sequence[int]) -> int:
@@ -286,7 +323,7 @@ _READS: dict[str, Callable[[KernelArguments, Sequence[int]], int]] = {
     "turned_items_kernel": _attention_bytes,
     "verify_items_kernel": _attention_bytes,
     "skinny_kernel": _skinny_bytes,
-    **dict.fromkeys(EXPERTS, _expert_bytes),
+    **dict.fromkeys((*EXPERTS, *CODED_EXPERTS), _expert_bytes),
     "join_kernel": _join_bytes,
     "decoding_kernel": lambda args, context: args["out"].nbytes + args["out"].shape[0] * args["codes"].shape[1],
     "rope_kernel": _rotary_bytes,

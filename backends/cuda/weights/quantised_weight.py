@@ -18,10 +18,13 @@ from torch.nn import functional
 
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.quantised_weight_layout_and_bytes import CELL, cells, cut_columns, half_of
+from trencadis.core.quant.quantised_weight_layout_and_bytes import CELL, FP4_HALVES, cells, cut_columns, half_of
 
-INT8, INT4, E4M3, E5M2 = range(4)
-"""Kinds of codes."""
+INT8, INT4, E4M3, E5M2, FP4 = range(5)
+"""Kinds of codes; 4-bit floats (e2m1) are kept for experts alone."""
+
+FOUR_BITS = (INT4, FP4)
+"""Kinds of which two codes share a byte."""
 
 SHIFTED = 256.0
 """Factor by which the bits of an e4m3, shifted into a float16, are too small."""
@@ -84,8 +87,10 @@ def pack_quantised_weight(q: QTensor, bias: Tensor | None, arch: int) -> Quantis
     data, scale, zero, gather, group = _arrange_codes(q)
     if kind in (E4M3, E5M2):
         _check_finite(data, kind)
-    factor, parts = _factors(scale, q.dtype)
-    codes = _halves(data, group) if kind == INT4 else data
+    factor, parts = _factors(2 * scale if kind == FP4 else scale, q.dtype)
+    if kind == FP4:
+        data = _HALF_CODES.to(data.device)[(data + 12).int()]
+    codes = _halves(data, group, MIDDLE if kind == INT4 else 0) if kind in FOUR_BITS else data
     if zero is None and not q.scheme.symmetric and q.scheme.kind == "int":
         zero = torch.zeros_like(scale, dtype=torch.int8)  # the planner charges zero points
     if zero is not None:
@@ -99,7 +104,15 @@ def pack_quantised_weight(q: QTensor, bias: Tensor | None, arch: int) -> Quantis
     )  # fmt: skip
 
 
+_HALF_CODES = torch.tensor([FP4_HALVES.index(value) if value in FP4_HALVES else 0 for value in range(-12, 13)]).to(
+    torch.int8
+)
+"""Twice the value of a 4-bit float, plus 12 -> its code."""
+
+
 def _kind(q: QTensor) -> int:
+    if q.scheme.fp4:
+        return FP4
     if q.data.dtype == torch.int8:
         return INT4 if q.scheme.bits == 4 else INT8
     return E4M3 if q.data.dtype == torch.float8_e4m3fn else E5M2
@@ -188,10 +201,12 @@ def _factors(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     return factor, (scale / factor[:, None]).t().contiguous().to(kept)
 
 
-def _halves(data: Tensor, group: int) -> Tensor:
-    """Packs 4-bit codes [out, columns] into uint8 [out, bytes]: column i in the low bits, i + half in the high ones."""
+def _halves(data: Tensor, group: int, middle: int) -> Tensor:
+    """Packs 4-bit codes [out, columns] plus ``middle`` into uint8 [out, bytes]: column i in the low bits, i + half in
+    the high ones.
+    """
     half = half_of(group)
-    wide = functional.pad(data, (0, -data.shape[1] % (2 * half))) + MIDDLE
+    wide = functional.pad(data, (0, -data.shape[1] % (2 * half))) + middle
     pairs = wide.view(torch.uint8).view(data.shape[0], -1, 2, half)
     return (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).flatten(1)
 
@@ -199,11 +214,14 @@ def _halves(data: Tensor, group: int) -> Tensor:
 def dequantise(w: QuantisedWeight) -> Tensor:
     """Returns float32 [out, columns], in the order of the stored columns: the values that the kernels multiply by."""
     rows = w.codes.shape[0]
-    if w.kind == INT4:
+    if w.kind in FOUR_BITS:
         half = half_of(w.group)
         pairs = w.codes.view(rows, -1, 1, half)
-        codes = torch.cat([pairs & 15, pairs >> 4], 2).reshape(rows, -1)[:, : w.columns].float()
-        codes = codes if w.zero is not None else codes - MIDDLE
+        held = torch.cat([pairs & 15, pairs >> 4], 2).reshape(rows, -1)[:, : w.columns]
+        if w.kind == FP4:
+            codes = (torch.tensor(FP4_HALVES, device=held.device) / 2)[held.int()]
+        else:
+            codes = held.float() if w.zero is not None else held.float() - MIDDLE
     elif w.kind == INT8:
         codes = w.codes.float()
     else:

@@ -26,7 +26,7 @@ from trencadis.backends.cuda.time_estimates.kernel_times import (
     step_time,
     time_of,
 )
-from trencadis.backends.cuda.time_estimates.meta_launch_recorder import EXPERTS, DecodeRecorder
+from trencadis.backends.cuda.time_estimates.meta_launch_recorder import CODED_EXPERTS, EXPERTS, DecodeRecorder
 from trencadis.backends.cuda.weights.decoded_pieces import choose_programs
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
@@ -253,6 +253,24 @@ def test_a_step_reads_the_experts_that_its_tokens_have(rows: int, experts: float
     each = 3 * 2048 * 768
     assert sum(k.bytes for k in found) / model.text.layers == pytest.approx(2 * each * experts, rel=0.03)
     assert sum(k.flops for k in found) == 2 * 8 * rows * each * model.text.layers
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("int4", 4.5), ("int8", 8.0)])
+def test_a_step_reads_the_codes_of_the_experts_that_its_tokens_have(kind: str, bits: float) -> None:
+    """With scales of groups; a prompt decodes each expert once for every tile of its pairs."""
+    plain = MODELS["30B-A3B"][0]()
+    recorder = DecodeRecorder(replace(plain, quant=online(kind)))
+    found = [k for k in recorder.step(1, 100) if k.name in CODED_EXPERTS]
+    layers, each = plain.text.layers, 3 * 2048 * 768
+    assert len(found) == 2 * layers
+    assert sum(k.bytes for k in found) / layers == pytest.approx(bits / 8 * each * 7.8, rel=0.03)
+    assert sum(k.flops for k in found) == 2 * 8 * each * layers
+    assert sum(k.codes for k in found) / layers == pytest.approx(each * 7.8, rel=0.01)
+    (launch,) = recorder.prompt(2048)
+    many = [k for k in launch if k.name in CODED_EXPERTS]
+    assert sum(k.codes for k in many) / layers == pytest.approx(each * (2048 * 8 / 64 + 64), rel=0.01)
+    assert {k.rate for k in many} == {2.0 if kind == "int8" else 1.0}
+    assert {k.instructions for k in many} == {8.7 if kind == "int4" else 2.1}, "integers by integers are not decoded"
 
 
 def test_a_library_takes_the_tile_that_leaves_no_processor_idle() -> None:

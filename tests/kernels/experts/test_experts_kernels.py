@@ -14,6 +14,7 @@ from trencadis.backends.cpu.expert_mlp import route_tokens
 from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.kernels import fused_moe, tile_sizes
 from trencadis.backends.cuda.ops import CudaOps, InvariantCudaOps
+from trencadis.backends.cuda.weights.stacked_experts import StackedExperts
 from trencadis.core.device.backend import ExpertBiases
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -110,6 +111,23 @@ def test_experts_without_gates(
     assert (got.float() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
 
 
+@pytest.mark.parametrize(("n", "count", "top"), [(1, 4, 4), (3, 5, 1), (5, 40, 10), (16, 256, 8), (16, 3, 2)])
+def test_few_tokens_are_routed_in_one_launch(n: int, count: int, top: int, device: torch.device) -> None:
+    """As three launches route them: scores that are equal, minus infinity and NaN included."""
+    scores = scores_of(n, count).div(0.5).floor().to(device)
+    scores[-1, 0] = torch.nan
+    scores[0, 1:] = -torch.inf
+    before = interpreter.launches()
+    few = fused_moe.route_tokens(scores, top, True, 16)
+    middle = interpreter.launches()
+    several = fused_moe.route_tokens(scores, top, True, 16, alike=True)
+    assert not INTERPRETED or (middle - before, interpreter.launches() - middle) == (1, 3)
+    used = few.owner >= 0
+    assert torch.equal(few.owner, several.owner)
+    assert torch.equal(few.order.view(-1, 16)[used], several.order.view(-1, 16)[used])
+    torch.testing.assert_close(few.shares, several.shares, equal_nan=True)
+
+
 @pytest.mark.parametrize(("n", "count", "top", "tile"), [(1, 6, 2, 16), (33, 6, 6, 16), (300, 9, 4, 32)])
 def test_every_pair_has_one_place_in_a_tile_of_its_expert(
     n: int, count: int, top: int, tile: int, device: torch.device
@@ -137,7 +155,11 @@ def test_scores_at_the_ends_of_a_type(device: torch.device) -> None:
     """Equal scores take the lower numbers; minus infinity is the last to be taken; a NaN spoils its own row."""
     low, nan = float("-inf"), float("nan")
     scores = torch.tensor([[0.0, 0.0, 0.0], [low, 1.0, low], [nan, 1.0, 2.0]], device=device)
-    found = fused_moe.route_tokens(scores, 2, True, 16)
+    for found in (fused_moe.route_tokens(scores, 2, True, 16, alike) for alike in (False, True)):
+        check_ends(found)
+
+
+def check_ends(found: fused_moe.Routes) -> None:
     assert found.shares[0].tolist() == [0.5, 0.5] and found.shares[1].tolist() == [1.0, 0.0]
     assert found.shares[2].isnan().all()
     order = found.order.view(-1, 16).cpu()
@@ -195,5 +217,5 @@ def test_mistakes_of_callers_are_refused(device: torch.device) -> None:
     ):  # fmt: skip
         with pytest.raises(AssertionError):
             wrong()
-    assert isinstance(w, fused_moe.StackedExperts)
+    assert isinstance(w, StackedExperts)
     assert fused_moe.run(x[:0], scores[:0], w, 2, True, "silu").shape == (0, 40)

@@ -13,13 +13,13 @@ from torch import Tensor
 from triton import knobs
 
 from tests.kernels.quantised.test_quantised import normal, packed
-from trencadis.backends.cuda.kernels import code_decoding, quantised_linear, tile_sizes
+from trencadis.backends.cuda.kernels import code_decoding, quantised_fused_moe, quantised_linear, tile_sizes
 from trencadis.backends.cuda.kernels.layers import skinny_gemm, skinny_quantised_gemm
 from trencadis.backends.cuda.weights import decoded_pieces
 from trencadis.backends.cuda.weights.quantised_weight import E4M3, INT4, SHIFTED, dequantise
 from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.quantised_weight_layout_and_bytes import DECODED_ROWS, Scheme
+from trencadis.core.quant.quantised_weight_layout_and_bytes import DECODED_ROWS, FP4_HALVES, Scheme
 
 SCHEMES = {
     "int4": Scheme(4, group=128), "int4 by rows": Scheme(4), "int4, groups of 32": Scheme(4, group=32),
@@ -128,9 +128,13 @@ def run_ptx(text: str, *words: np.ndarray) -> list[np.ndarray]:
                 taken = [(both >> np.uint64(8 * (p & 7))) & 255 for p in places]
                 taken = [(t >> np.uint64(7)) * 255 if p & 8 else t for t, p in zip(taken, places, strict=True)]
                 held[to] = sum(t << np.uint64(8 * i) for i, t in enumerate(taken))
-            case "shr.u32" | "shr.s32":
+            case "shr.u32" | "shr.s32" | "shl.b32":
                 kept = a[0].astype(np.uint32).view(np.int32 if "s32" in name else np.uint32)
-                held[to] = (kept >> a[1].astype(kept.dtype)).view(np.uint32).astype(np.uint64)
+                shift = np.left_shift if "shl" in name else np.right_shift
+                held[to] = shift(kept, a[1].astype(kept.dtype)).view(np.uint32).astype(np.uint64)
+            case "lop3.b32":
+                assert int(given[3], 0) == 0xEA, "(a and b) or c"
+                held[to] = (a[0] & a[1]) | a[2]
             case "fma.rn.bf16x2" | "fma.rn.f16x2":
                 kind = torch.bfloat16 if "bf16" in name else torch.float16
                 held[to] = fused(kind, *a)
@@ -235,3 +239,16 @@ def test_every_float_in_a_kernel(dtype: torch.dtype, device: torch.device) -> No
     fused = skinny_quantised_gemm.product(x, w, skinny_gemm.counters(device))
     assert torch.equal(fused.cpu().float(), values.t()[:8])
     assert len(values.t()[:8].unique()) == 253, "both zeros are one value"
+
+
+@pytest.mark.parametrize("high", [False, True])
+@pytest.mark.parametrize(("dtype", "text"), [
+    (torch.bfloat16, (quantised_fused_moe._FP4_BF16, quantised_fused_moe._FP4_BF16_HIGH)),
+    (torch.float16, (quantised_fused_moe._FP4_F16, quantised_fused_moe._FP4_F16_HIGH)),
+], ids=["bfloat16", "float16"])  # fmt: skip
+def test_floats_of_4_bits(dtype: torch.dtype, text: tuple[Any, Any], high: bool) -> None:
+    """All bytes: sign and magnitude in their places, times a power of two, are the value."""
+    given = np.tile(np.arange(256, dtype=np.uint8), 4)
+    np.random.default_rng(1).shuffle(given)
+    found = values_of(run_ptx(text[high].value, given.view(np.uint32)), dtype)
+    assert found.tolist() == [FP4_HALVES[b >> 4 if high else b & 15] / 2 for b in given.tolist()]
