@@ -30,17 +30,31 @@ EPS, BASE = 1e-6, 1e6
 
 
 class LayerShape(NamedTuple):
-    """Sizes of a layer."""
+    """Sizes of a layer.
+
+    Args:
+        gated: True if each query head is followed by its output gate.
+        sinks: True if each head has a score that takes part in its softmax without a value.
+    """
 
     hidden: int
     inner: int
     heads: int
     kv_heads: int
     d: int
+    gated: bool = False
+    sinks: bool = False
 
 
-SHAPES = {"3B": LayerShape(2048, 11_008, 16, 2, 128), "7B": LayerShape(3584, 18_944, 28, 4, 128)}
-SMALL = {"narrow": LayerShape(1024, 96, 4, 2, 32)}
+SHAPES = {
+    "3B": LayerShape(2048, 11_008, 16, 2, 128), "7B": LayerShape(3584, 18_944, 28, 4, 128),
+    "attention of Qwen3.6-27B": LayerShape(5120, 2048, 24, 4, 256, gated=True),
+    "attention of gpt-oss-20b": LayerShape(2880, 2048, 64, 8, 64, sinks=True),
+}  # fmt: skip
+SMALL = {
+    "narrow": LayerShape(1024, 96, 4, 2, 32),
+    "narrow, gates and sinks": LayerShape(1024, 96, 4, 2, 32, gated=True, sinks=True),
+}
 """Wide enough that the columns of a product are cut among programs."""
 
 CONTEXTS = {1: (1500,), 2: (700, 0), 16: (900, *range(1, 16))}
@@ -92,14 +106,15 @@ class LayerRun:
 
         s = self.shape
         sizes = {
-            "qkv": ((s.heads + 2 * s.kv_heads) * s.d, s.hidden), "out": (s.hidden, s.heads * s.d),
+            "qkv": ((s.heads * (1 + s.gated) + 2 * s.kv_heads) * s.d, s.hidden), "out": (s.hidden, s.heads * s.d),
             "gate_up": (2 * s.inner, s.hidden), "down": (s.hidden, s.inner),
         }  # fmt: skip
         made: dict[str, Any] = {n: self._random(*size, scale=size[1] ** -0.5) for n, size in sizes.items()}
         if quantised is not None:
             made = {n: online_quant.quantise(w, quantised, self.dtype) for n, w in made.items()}
         made |= {n: 1 + self._random(s.hidden, scale=0.1) for n in ("input_norm", "post_norm")}
-        return made | {"bias": self._random(sizes["qkv"][0], scale=0.1)}
+        sinks = 2 * self._random(s.heads).float() if s.sinks else None
+        return made | {"bias": self._random(sizes["qkv"][0], scale=0.1), "sinks": sinks}
 
     def reset(self) -> None:
         """Fills the cache as it was before the launch."""
@@ -113,7 +128,8 @@ class LayerRun:
         from trencadis.core.models.decoder import DecoderLayer
 
         s = self.shape
-        config = TextConfig(s.hidden, 1, s.heads, s.kv_heads, s.d, s.inner, 50, EPS, BASE, 4096, False, True)
+        config = TextConfig(s.hidden, 1, s.heads, s.kv_heads, s.d, s.inner, 50, EPS, BASE, 4096, False, True,
+                            output_gate=s.gated, sinks=s.sinks)  # fmt: skip
         backend: Any = SimpleNamespace(
             ops=ops, comm=SingleRank(), device=self.device, values=True, dtype=self.dtype
         )  # fmt: skip
@@ -126,6 +142,8 @@ class LayerRun:
             linear.pack(weight, w["bias"].to(self.device) if name == "qkv" else None)
         for name in ("input_norm", "post_norm"):
             getattr(layer, name).weight = w[name].to(self.device)
+        if s.sinks:
+            layer.attention.sinks = {"sinks": w["sinks"].to(self.device)}
         layer.attention.bind(self.cache)
         return layer
 
@@ -141,7 +159,7 @@ class LayerRun:
         from torch.nn import functional
 
         s, n = self.shape, len(self.contexts)
-        w = {name: self._values(t).to(self.device, dtype) for name, t in self.weights.items()}
+        w = {name: self._values(t).to(self.device, dtype) for name, t in self.weights.items() if t is not None}
 
         def norm(x: Tensor, weight: Tensor) -> Tensor:
             return x * torch.rsqrt(x.square().mean(1, keepdim=True) + EPS) * weight
@@ -153,10 +171,13 @@ class LayerRun:
 
         stream = self.x.to(dtype) + self.residual.to(dtype)
         qkv = functional.linear(norm(stream, w["input_norm"]), w["qkv"], w["bias"]).view(n, -1, s.d)
-        q, k, v = qkv.split([s.heads, s.kv_heads, s.kv_heads], 1)
+        q, k, v = qkv.split([s.heads * (1 + s.gated), s.kv_heads, s.kv_heads], 1)
+        q, *gates = q.unflatten(1, (s.heads, 2)).unbind(2) if s.gated else (q,)
         q, k = rotate(q), rotate(k)
-        rows = [self._attend(q[i], k[i], v[i], i, dtype) for i in range(n)]
-        stream = stream + functional.linear(torch.stack(rows).flatten(1), w["out"])
+        attended = torch.stack([self._attend(q[i], k[i], v[i], i, dtype) for i in range(n)])
+        for gate in gates:
+            attended = attended * gate.sigmoid()
+        stream = stream + functional.linear(attended.flatten(1), w["out"])
         gate, up = functional.linear(norm(stream, w["post_norm"]), w["gate_up"]).chunk(2, 1)
         return stream + functional.linear(functional.silu(gate) * up, w["down"]), k, v
 
@@ -176,7 +197,10 @@ class LayerRun:
             for t, own in ((self.clean[0], k), (self.clean[1], v))
         ]
         keys, values = (t.repeat_interleave(self.shape.heads // self.shape.kv_heads, 1) for t in held)
-        shares = torch.einsum("hd,khd->hk", q, keys).mul(self.shape.d**-0.5).softmax(1)
+        scores = torch.einsum("hd,khd->hk", q, keys).mul(self.shape.d**-0.5)
+        if self.shape.sinks:
+            scores = torch.cat([scores, self.weights["sinks"].to(self.device, dtype)[:, None]], 1)
+        shares = scores.softmax(1)[:, : len(keys)]
         return torch.einsum("hk,khd->hd", shares, values)
 
 
