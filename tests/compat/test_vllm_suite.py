@@ -9,6 +9,7 @@ import tomllib
 import xml.etree.ElementTree as xml
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -44,9 +45,40 @@ def test_every_reason_is_a_sentence_and_stands_once() -> None:
             assert why == why.strip() and not why.endswith(".") and len(why) > 4, name
 
 
+DRAWN = "tests/entrypoints/openai/chat_completion/test_chat.py::test_structured_outputs_choice_chat"
+"""Draws one of ten words twice at temperature 0.7; the demo draws different ones, as it asks, in four of five runs."""
+
+DRAWS = 6
+"""Further runs of ``DRAWN``, one of which has two different words."""
+
+
 @pytest.mark.long
 def test_every_function_passes_or_has_a_reason(folder: Path, tmp_path: Path) -> None:
     """Prints how many were skipped for which reason."""
+    found = run_suite(folder, tmp_path, "tests/entrypoints")
+    print(f"\n{found.passed} passed")
+    for why, count in sorted(found.skipped.items()):
+        print(f"{count:4} skipped: {why}")
+    path, _, function = DRAWN.partition(".py::")
+    wrong = [line for line in found.wrong if not line.startswith(f"{path}::{function}:")]
+    if len(wrong) < len(found.wrong):
+        assert any(run_suite(folder, tmp_path, DRAWN).passed for _ in range(DRAWS)), "no draw has two different words"
+        found = found._replace(passed=found.passed + 1)
+    assert not wrong, "\n".join([*wrong, found.output])
+    assert found.passed >= LEAST, found.output
+
+
+class SuiteResult(NamedTuple):
+    """What vLLM's tests came to: how many passed, were skipped for which reason, and a line of each that failed."""
+
+    passed: int
+    skipped: Counter[str]
+    wrong: list[str]
+    output: str
+
+
+def run_suite(folder: Path, tmp_path: Path, selected: str) -> SuiteResult:
+    """Runs the ``selected`` ones of vLLM's tests in their own environment."""
     report, suite = tmp_path / "report.xml", folder / "src"
     environ = os.environ | {
         "VLLM_SUITE": str(suite), "VLLM_SUITE_MODELS": str(folder / "models"), "TRENCADIS_PYTHON": sys.executable,
@@ -55,7 +87,7 @@ def test_every_function_passes_or_has_a_reason(folder: Path, tmp_path: Path) -> 
     command = [
         str(folder / "bin" / "python"), "-m", "pytest", "-c", "/dev/null", "--rootdir", ".", "-q", "--tb=short",
         "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "vllm_suite.plugin", "--timeout", "120",
-        "--continue-on-collection-errors", f"--junitxml={report}", "tests/entrypoints",
+        "--continue-on-collection-errors", f"--junitxml={report}", selected,
     ]  # fmt: skip
     run = subprocess.run(command, cwd=suite, env=environ, capture_output=True, text=True, timeout=SECONDS)
     skipped, wrong, passed = Counter[str](), list[str](), 0
@@ -72,8 +104,4 @@ def test_every_function_passes_or_has_a_reason(folder: Path, tmp_path: Path) -> 
             skipped[why[:160]] += 1
         else:
             wrong.append(f"{name}: {found.get('message', '')[:160]}")
-    print(f"\n{passed} passed")
-    for why, count in sorted(skipped.items()):
-        print(f"{count:4} skipped: {why}")
-    assert not wrong, "\n".join([*wrong, run.stdout[-3000:]])
-    assert passed >= LEAST, run.stdout[-3000:]
+    return SuiteResult(passed, skipped, wrong, run.stdout[-3000:])
