@@ -61,7 +61,9 @@ def test_every_function_passes_or_has_a_reason(folder: Path, tmp_path: Path) -> 
         print(f"{count:4} skipped: {why}")
     wrong = [line for line in found.wrong if not line.startswith(f"{DRAWN}:")]
     if len(wrong) < len(found.wrong):
-        assert any(run_suite(folder, tmp_path, DRAWN.replace("::", ".py::")).passed for _ in range(DRAWS)), "no draw has two different words"
+        assert any(run_suite(folder, tmp_path, DRAWN.replace("::", ".py::")).passed for _ in range(DRAWS)), (
+            "no draw has two different words"
+        )
         found = found._replace(passed=found.passed + 1)
     assert not wrong, "\n".join([*wrong, found.output])
     assert found.passed >= LEAST, found.output
