@@ -93,7 +93,7 @@ def test_every_form_of_each_family_answers_the_same_with_drafts(family: str, nam
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_other_formats_answer_the_same_with_drafts(format: dict[str, Any], tmp_path: Path) -> None:
     """In bfloat16, ids are ties at larger distances than in float32, and so they are where activations are rounded to 8
-    bits: the last bits of a sum differ with the rows of a launch unless --batch-invariant, and a rounding enlarges them.
+    bits: the last bits of a sum differ with a launch's rows unless --batch-invariant, and a rounding enlarges them.
     """
     rounded = {"dtype", "quantization"} & {*format}
     compare(qwen2(tmp_path / "m"), 30, 0.02 if rounded else 2e-3, **format)
