@@ -21,7 +21,7 @@ from tests.fakes.adapters import adapter_of
 from tests.families.text_checkpoints import family_checkpoint
 from trencadis import LLM, LoRARequest, SamplingParams
 from trencadis.backends.cpu.attention_plan import CpuAttn
-from trencadis.backends.cpu.native import kernel_threads
+from trencadis.backends.cpu.native import kernel_choice_by_cpu, kernel_threads
 from trencadis.backends.cpu.native.ctypes_structs import ReplayedCall
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.recorded_layers import MOST_ROWS, ComputingOps, RecordedLayers, ReusedMemory, decodes_few
@@ -32,6 +32,11 @@ WIDE: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_v
                         "intermediate_size": 128}  # fmt: skip
 Answer = tuple[list[int], list[float]]
 Make = Callable[..., LLM]
+
+
+records = pytest.mark.skipif(
+    not kernel_choice_by_cpu.chosen_table().number, reason="launches of torch's kernels are not recorded"
+)
 
 
 @pytest.fixture
@@ -83,6 +88,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
+@records
 def test_replayed_launches_have_the_same_bits(form: str, make: Make, tmp_path: Path) -> None:
     checkpoint = checkpoints.qwen2(tmp_path / "c", dtype=torch.bfloat16, **WIDE)
     llm = make(checkpoint, **FORMS[form])
@@ -106,6 +112,7 @@ def answer_adapted(llm: LLM, own: list[LoRARequest | None]) -> list[Answer]:
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "float32", "int8", "threads"])
+@records
 def test_replayed_launches_with_adapters_have_the_same_bits(form: str, make: Make, tmp_path: Path) -> None:
     """The rows of a recording have other adapters, in other slots, each time; three adapters share two slots."""
     checkpoint = checkpoints.qwen2(tmp_path / "c", dtype=torch.bfloat16, **WIDE)
@@ -128,6 +135,7 @@ def test_replayed_launches_with_adapters_have_the_same_bits(form: str, make: Mak
     assert group.replays - replays >= 10, "launches with adapters are replayed"
 
 
+@records
 def test_norms_of_queries_and_keys_are_recorded(make: Make, tmp_path: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -140,6 +148,7 @@ def test_norms_of_queries_and_keys_are_recorded(make: Make, tmp_path: Path) -> N
     assert [answer(llm, rows, rows) for rows in (1, 3)] == found
 
 
+@records
 def test_experts_of_gpt_oss_are_recorded(make: Make, tmp_path: Path) -> None:
     """With sinks, biases and windows in every second layer; another dtype's experts are torch's, call by call."""
     (tmp_path / "c").mkdir()
@@ -156,6 +165,7 @@ def test_experts_of_gpt_oss_are_recorded(make: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "int8", "threads"])
+@records
 def test_recurrent_layers_are_recorded_between_those_with_attention(form: str, make: Make, tmp_path: Path) -> None:
     """Rows leave and come, so that a row of a recording has other states each time."""
     sizes: dict[str, Any] = dict(
@@ -219,6 +229,7 @@ def test_norms_of_heads_that_lie_apart(n: int, weight: torch.dtype) -> None:
     )
 
 
+@records
 def test_windows_that_differ_by_layer(make: Make, tmp_path: Path) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -249,6 +260,7 @@ def test_what_torch_computes_is_not_recorded(flags: dict[str, Any], make: Make, 
     assert answer(llm, 2) == found
 
 
+@records
 def test_layers_that_are_bound_to_another_cache_are_recorded_again(make: Make, tmp_path: Path) -> None:
     """The calls hold the addresses of the cache, which would be another tensor's by then."""
     llm = make(checkpoints.qwen2(tmp_path / "c", dtype=torch.bfloat16, **WIDE))
@@ -268,6 +280,7 @@ def test_eager_engines_record_nothing(make: Make, tmp_path: Path) -> None:
     assert not ops_of(llm).records and not groups_of(llm)
 
 
+@records
 def test_memory_is_that_of_one_layer(make: Make, tmp_path: Path) -> None:
     sizes = list[int]()
     for layers in (2, 6):
