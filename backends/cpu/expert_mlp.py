@@ -66,7 +66,7 @@ def join_experts(
 
 
 class RoutedTokens(NamedTuple):
-    """What ``route_tokens`` returns: shares float32 [n, top] and experts int64 [n, top], the best first."""
+    """The experts of each token, the best first, int64 [n, top], and the weights of their outputs, float32 [n, top]."""
 
     shares: Tensor
     experts: Tensor

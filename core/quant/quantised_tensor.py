@@ -47,7 +47,7 @@ class QTensor:
 
     @property
     def device(self) -> torch.device:
-        """Where the codes lie."""
+        """The device that holds the codes."""
         return self.data.device
 
     @property

@@ -67,7 +67,7 @@ def test_a_shift_of_the_traffic_is_seen_by_what_plans_cost() -> None:
 
 
 def test_the_better_of_two_plans_is_judged_by_periods_that_did_not_choose_it() -> None:
-    """Of two plans that differ from the present one by chance alone, the luckier one has no gain on average."""
+    """Two plans cost as much as the present one but for chance: the better of them must show no gain on average."""
     rng, gains = random.Random(8), list[tuple[float, float]]()
     for _ in range(1000):
         costs = [PlanCosts(rng.gauss(100, 6), 100, 110, rng.gauss(100, 6)) for _ in range(PERIODS)]

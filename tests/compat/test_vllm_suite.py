@@ -70,7 +70,7 @@ def test_every_function_passes_or_has_a_reason(folder: Path, tmp_path: Path) -> 
 
 
 class SuiteResult(NamedTuple):
-    """What vLLM's tests came to: how many passed, were skipped for which reason, and a line of each that failed."""
+    """The number of vLLM's tests that passed, the skipped ones counted by reason, and a line for each that failed."""
 
     passed: int
     skipped: Counter[str]

@@ -51,7 +51,7 @@ Counts = NDArray[np.float64]
 
 
 class Work:
-    """What launches have done so far: launches, operations, multiplications and bytes."""
+    """Sums over launches: the number of launches, operations, multiplications and bytes moved."""
 
     def __init__(self, *counts: float) -> None:
         self.counts: Counts = np.array(counts, dtype=np.float64)

@@ -27,7 +27,7 @@ from trencadis.backends.cuda.weights.quantised_weight import (
 )
 
 NO_CONVERSION, TO_FLOAT16, TO_BFLOAT16 = range(3)
-"""What a card converts e4m3 to: nothing, float16, or float16 and bfloat16."""
+"""Types that a card converts e4m3 to by an instruction: none, float16 alone, or float16 and bfloat16."""
 
 PTX_TO_BFLOAT16 = 100, 92
 """Compute capability x 10, and version of PTX x 10, from which e4m3 is converted to bfloat16."""

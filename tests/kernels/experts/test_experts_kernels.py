@@ -113,7 +113,7 @@ def test_experts_without_gates(
 
 @pytest.mark.parametrize(("n", "count", "top"), [(1, 4, 4), (3, 5, 1), (5, 40, 10), (16, 256, 8), (16, 3, 2)])
 def test_few_tokens_are_routed_in_one_launch(n: int, count: int, top: int, device: torch.device) -> None:
-    """As three launches route them: scores that are equal, minus infinity and NaN included."""
+    """The one launch places tokens as the three do, also for scores that are equal, minus infinity or NaN."""
     scores = scores_of(n, count).div(0.5).floor().to(device)
     scores[-1, 0] = torch.nan
     scores[0, 1:] = -torch.inf

@@ -153,7 +153,7 @@ def test_activations_of_8_bits(
 
 
 def test_every_value_of_a_4_bit_float_is_exact(device: torch.device) -> None:
-    """Of both halves of a byte, with a token for each column."""
+    """Decodes all sixteen codes, in the low and the high half of a byte; each token reads one column."""
     codes = torch.tensor(FP4_HALVES, dtype=torch.int8).repeat(4)[None].repeat(32, 1)
     q = QTensor(SCHEMES["mxfp4"], codes, torch.full((32, 2), 0.5), None, 32, None, torch.bfloat16)
     w = pack(CudaOps(), ([q], [quantise(torch.eye(64, 32), Scheme(8), torch.bfloat16)]), device)
