@@ -41,6 +41,9 @@ WARPS, STAGES = (4, 8), (1, 2, 3, 4)
 GRIDS = {
     "attend_prefill": ((16, 32, 64, 128), (16, 32, 64)),
     "attend_decode": ((16,), (16, 32, 64)),
+    "attend_prefill_codes": ((16, 32, 64, 128), (16, 32, 64)),
+    "attend_decode_codes": ((16,), (16, 32, 64)),
+    "attend_pictures": ((16, 32, 64), (16, 32, 64)),
     "attend_windows": ((16, 32, 64), (64,)),
     "attend_images": ((32, 64, 128), (16, 32, 64)),
     "quantised": ((16, 32, 64, 128), (32, 64, 128)),
@@ -83,12 +86,17 @@ def launches(kernel: str, entry: TileEntry, device: torch.device) -> list[cases.
     models = [cases.Model(16, 2, d, dtype), cases.Model(28, 4, d, dtype)]
     if entry.bits == 32:
         models = [cases.Model(m.heads, m.kv_heads, d, torch.float32) for m in models]
-    short = entry.length == "short"
-    if kernel == "attend_decode":
-        return [cases.decode(m, rows, n, device) for m in models for rows, n in ((1, 8192), (16, 2048), (128, 1024))]
-    if kernel == "attend_prefill":
-        sizes = (64, FEW - 1) if short else (1024, 4096)
-        return [cases.prefill(m, tokens, device) for m in models for tokens in sizes]
+    short, codes = entry.length == "short", torch.int8 if kernel.endswith("_codes") else None
+    if kernel.startswith("attend_decode"):
+        sizes = ((1, 8192), (16, 2048), (128, 1024))
+        return [cases.decode(m, rows, n, device, codes=codes) for m in models for rows, n in sizes]
+    if kernel.startswith("attend_prefill"):
+        lengths = (64, FEW - 1) if short else (1024, 4096)
+        return [cases.prefill(m, tokens, device, codes=codes) for m in models for tokens in lengths]
+    if kernel == "attend_pictures":
+        single = entry.length == "one"
+        counts = (1, 16) if single else (256, 2048)
+        return [cases.cross_attention(models[-1], n, 6404, device, decode=single) for n in counts]
     slots = (vision_attention.SHORT - 64,) if short else (4096, 12544)
     return [cases.vision(kernel == "attend_images", s, 2, device, d=d) for s in slots]
 
