@@ -4,9 +4,10 @@
                                                                 on a GPU: measures, writes after each entry
     python tools/tune_kernels.py --dry-run [--arch 90]          anywhere: lists the candidates
 
-A candidate costs a second or two of compilation, an entry of a table a minute or more; what is left when the minutes
-are over keeps its tile. A candidate is left out where it does not compile, does not fit the shared memory or (16-bit)
-spills. The best is the least sum of times, each relative to the table's present tile, over launches of serving size.
+A candidate costs a second or two of compilation, an entry of a table a minute or more. Within ``--minutes`` each entry
+has the same share of the time that is left and tries the tiles that are most like the present one first. A candidate is
+left out where it does not compile, does not fit the shared memory or (16-bit) spills. The best is the least sum of
+times, each relative to the table's present tile, over launches of serving size.
 Nothing is tuned while serving: tables are read.
 """
 
@@ -19,7 +20,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,32 +40,44 @@ from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme  # noq
 
 WARPS, STAGES = (4, 8), (1, 2, 3, 4)
 GRIDS = {
-    "attend_prefill": ((16, 32, 64, 128), (16, 32, 64)),
-    "attend_decode": ((16,), (16, 32, 64)),
-    "attend_prefill_codes": ((16, 32, 64, 128), (16, 32, 64)),
-    "attend_decode_codes": ((16,), (16, 32, 64)),
-    "attend_pictures": ((16, 32, 64), (16, 32, 64)),
-    "attend_windows": ((16, 32, 64), (64,)),
-    "attend_images": ((32, 64, 128), (16, 32, 64)),
-    "quantised": ((16, 32, 64, 128), (32, 64, 128)),
     "skinny": ((16,), (16, 32, 64)),
+    "attend_decode": ((16,), (16, 32, 64)),
+    "attend_prefill": ((16, 32, 64, 128), (16, 32, 64)),
     "coded_skinny": ((8, 16), (32, 64, 128)),
     "experts": ((16, 32, 64, 128), (32, 64, 128)),
     "coded_experts": ((16, 32, 64, 128), (16, 32, 64, 128)),
+    "quantised": ((16, 32, 64, 128), (32, 64, 128)),
+    "attend_windows": ((16, 32, 64), (64,)),
+    "attend_images": ((32, 64, 128), (16, 32, 64)),
+    "attend_decode_codes": ((16,), (16, 32, 64)),
+    "attend_prefill_codes": ((16, 32, 64, 128), (16, 32, 64)),
+    "attend_pictures": ((16, 32, 64), (16, 32, 64)),
 }
-"""Query and key sizes of candidate tiles, rows and features of products: powers of two within the kernels' limits."""
+"""Query and key sizes of candidate tiles, rows and features of products: powers of two within the kernels' limits.
+
+In the order in which they are tuned: what takes most of a step first.
+"""
 
 
 def candidates(kernel: str, entry: TileEntry) -> Iterator[Tile]:
-    """Every tile worth compiling for ``entry``; float32 products are not pipelined."""
+    """Every tile worth compiling for ``entry``, those most like its present one first; float32 products are not
+    pipelined.
+    """
     queries, keys = GRIDS[kernel]
     stages = STAGES if (entry.bits == 16 and kernel != "attend_windows") or kernel in PRODUCTS else (1,)
     counts = (2, 4) if kernel in ("coded_skinny", "coded_experts") else WARPS
-    for m, n, warps, count in itertools.product(queries, keys, counts, stages):
+    tiles = itertools.starmap(Tile, itertools.product(queries, keys, counts, stages))
+    for m, n, warps, count in sorted(tiles, key=lambda tile: unlikeness(tile, entry.tile)):
         if kernel == "coded_skinny" and (m == skinny_quantised_gemm.FEW) != (entry.length == "few"):
             continue
         if m >= entry.group and (kernel in PRODUCTS or STEP % n == 0) and m * n >= 32 * warps:
             yield Tile(m, n, warps, count)
+
+
+def unlikeness(tile: Tile, other: Tile) -> float:
+    """How often one has to be doubled or halved to become the other; a stage more or less counts as half."""
+    doubled = sum(abs(math.log2(a / b)) for a, b in zip(tile[:3], other[:3], strict=True))
+    return doubled + abs(tile.stages - other.stages) / 2
 
 
 PRODUCTS = ("quantised", "skinny", "coded_skinny", "experts", "coded_experts")
@@ -191,7 +204,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kernels", nargs="*", default=list(GRIDS), choices=list(GRIDS))
     parser.add_argument("--seconds", type=float, default=0.05, help="seconds of measuring per candidate and launch")
-    parser.add_argument("--heads", type=int, nargs="*", help="only entries for heads up to these sizes exactly")
+    parser.add_argument(
+        "--heads", type=int, nargs="*", help="of attention only entries for heads up to these sizes exactly"
+    )
     parser.add_argument("--bits", type=int, choices=(16, 32), help="only entries of so many bits a value")
     parser.add_argument("--minutes", type=float, default=math.inf, help="try no further candidates after so long")
     parser.add_argument("--out", type=Path, default=tile_sizes.FOLDER, help="folder of the tables")
@@ -211,17 +226,34 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     arch, end = tile_sizes.arch_of(device), time.monotonic() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
-    for kernel in args.kernels:
-        entries = list(tile_sizes.table(kernel))
-        known = max((a for a in tile_sizes.SHARED if a <= arch), default=0)
-        entries += [e for e in tile_sizes.entries(kernel, known) if e not in entries]  # its kin's so far
-        for i, entry in enumerate(entries):
-            wanted = (not args.heads or entry.head in args.heads) and args.bits in (None, entry.bits)
-            if entry.arch == known and wanted and time.monotonic() < end:
-                entries[i] = entry._replace(tile=tuned(kernel, entry, device, args.seconds, end))
+    known = max((a for a in tile_sizes.SHARED if a <= arch), default=0)
+    wanted = {kernel: list(wanted_entries(kernel, known, args.heads, args.bits)) for kernel in args.kernels}
+    left = sum(map(len, wanted.values()))
+    for kernel, places in wanted.items():
+        entries = all_entries(kernel, known)
+        for i in places:
+            now = time.monotonic()
+            if now < end:
+                tile = tuned(kernel, entries[i], device, args.seconds, now + (end - now) / left)
+                entries[i] = entries[i]._replace(tile=tile)
                 write(kernel, entries, args.out)
                 torch.cuda.empty_cache()
+            left -= 1
     return 0
+
+
+def all_entries(kernel: str, arch: int) -> list[TileEntry]:
+    """The lines of a table, and those that ``arch`` has from its kin so far."""
+    entries = list(tile_sizes.table(kernel))
+    return entries + [e for e in tile_sizes.entries(kernel, arch) if e not in entries]
+
+
+def wanted_entries(kernel: str, arch: int, heads: Sequence[int] | None, bits: int | None) -> Iterator[int]:
+    """Which of ``all_entries`` are tuned: those of ``arch``, in attention for heads up to one of ``heads`` exactly."""
+    for i, entry in enumerate(all_entries(kernel, arch)):
+        of_heads = kernel in PRODUCTS or not heads or entry.head in heads
+        if entry.arch == arch and of_heads and bits in (None, entry.bits):
+            yield i
 
 
 if __name__ == "__main__":
