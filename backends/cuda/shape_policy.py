@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from trencadis.backends.cuda.launches.bucket_capacity import cross_attention_bytes, input_bytes
 from trencadis.core.buckets import MIXED_AXES, Bucket, Stage, padded_tokens
-from trencadis.core.device_shape_policy import AxisRule, DecodedPieces, Density, GraphMemory, InputSizes, Policy
+from trencadis.core.device_shape_policy import (
+    AxisRule,
+    DecodedPieces,
+    Density,
+    GraphMemory,
+    InputSizes,
+    Policy,
+    WarmupTimes,
+)
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import FP8, INT8
 from trencadis.core.quant.quantised_weight_layout_and_bytes import CODES, DECODED_BYTES, DECODED_ROWS
@@ -93,6 +101,12 @@ ALIGNED = 32
 WORKSPACE = 32 << 20
 """Bytes of torch's cuBLAS workspace from sm_90 on; 8 MiB before that."""
 
+WARMUP = WarmupTimes(bucket=0.05, layer=0.006, stage=10.0)
+"""Logs of vLLM's captures say 0.06 to 0.4 seconds a graph of 16 to 36 layers (vllm-project/vllm, pull requests 11349,
+22897 and 46389). The dozen kernels of a stage are compiled once for all of its shapes, at 0.8 seconds each on a core of
+an EPYC Zen 5 (``tools/kernel_resources.py``); later starts find them in Triton's cache.
+"""
+
 SERVING = Policy(
     axes={**MIXED_AXES, Stage.VERIFY: ("rows",)},
     alignment={
@@ -128,6 +142,7 @@ SERVING = Policy(
     fused_tokens=16,  # kernels/layers/fused_layer.py; a test compares
     attention={FLASH_ATTN: flash_bytes, FLASHINFER: infer_bytes},
     graph_memory=GraphMemory(library=WORKSPACE),
+    warmup=WARMUP,
     ridge=300.0,
     decoded=DecodedPieces(DECODED_ROWS, DECODED_BYTES),
     inputs=input_bytes,
