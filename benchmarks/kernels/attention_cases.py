@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from benchmarks.kernels.case import Case
@@ -164,9 +165,10 @@ def prefill(m: Model, tokens: int, device: torch.device, context: int = 0, codes
     cache, k, v = store_keys(k, v, codes)
     room = paged_attention.partial(attn, q, cache)
     held = -(-(context + tokens) // BLOCK)
-    dense = [t[attn.blocks[:held].long()].flatten(0, 1)[: context + tokens].transpose(0, 1)[None] for t in (k, v)]
-    repeat = m.heads // m.kv_heads
-    dense = [t.repeat_interleave(repeat, dim=1).contiguous() for t in dense]
+    packed = [t[attn.blocks[:held].long()].flatten(0, 1)[: context + tokens] for t in (k, v)]
+    packed = [t.repeat_interleave(m.heads // m.kv_heads, dim=1) for t in packed]
+    dense = [t.transpose(0, 1)[None].contiguous() for t in packed]
+    starts = [torch.tensor([0, n], dtype=torch.int32, device=device) for n in (tokens, context + tokens)]
     wide = q.transpose(0, 1)[None].contiguous()
 
     def run() -> Tensor:
@@ -180,6 +182,10 @@ def prefill(m: Model, tokens: int, device: torch.device, context: int = 0, codes
 
         return call
 
+    def torch_varlen() -> Tensor:
+        attended: Tensor = varlen_attn(q, *packed, *starts, tokens, context + tokens, scale=scale, window_size=(-1, 0))
+        return attended
+
     exact = SDPBackend.MATH if tokens <= 4096 else SDPBackend.FLASH_ATTENTION  # MATH would hold all scores, twice
     pairs = tokens * context + tokens * (tokens + 1) // 2
     return Case(
@@ -187,7 +193,7 @@ def prefill(m: Model, tokens: int, device: torch.device, context: int = 0, codes
         "attend_prefill", run,
         bytes=(2 * q.numel() + 2 * (context + tokens) * m.kv_heads * m.d) * m.dtype.itemsize,
         flops=4 * pairs * m.heads * m.d, bound="flops",
-        baselines={} if context else {name: way(b) for name, b in BACKENDS.items()},
+        baselines={"varlen_attn": torch_varlen} | ({} if context else {name: way(b) for name, b in BACKENDS.items()}),
         check=None if context else lambda: float((run() - way(exact)()[0].transpose(0, 1)).abs().max()),
     )  # fmt: skip
 
@@ -323,7 +329,7 @@ def cases(device: torch.device, small: bool = False) -> Iterator[Case]:
             yield decode(m, rows, context, device)
         for rows in (1, 16):
             yield from (decode(m, rows, 16384, device), decode(m, rows, 16384, device, window=1024))
-        for tokens in (512, 4096, 16384):
+        for tokens in (512, 4096, 16384, 32768):
             yield prefill(m, tokens, device)
         yield prefill(m, 2048, device, context=14336)
         yield from (decode(m, 16, 16384, device, codes=torch.int8), prefill(m, 4096, device, codes=torch.int8))
