@@ -25,6 +25,11 @@ def _unit_cost(bucket: Bucket) -> float:
     return cost
 
 
+def no_bytes(ranks: int) -> int:
+    """Returns 0: sums over ranks take no memory of their own."""
+    return 0
+
+
 @dataclass(frozen=True)
 class AxisRule:
     """How a planned axis is filled by default.
@@ -254,6 +259,8 @@ class Policy:
         warmup: how long compiling and capturing takes.
         group_bytes: bytes of a card's memory that its collectives take before ``Memory.total`` is read, where the card
             is one of several ranks.
+        sum_bytes: number of ranks -> bytes of a card's memory that their sums take. A start finds them in use, since
+            they are allocated before it reads what is free; the planner adds them to what others use.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]
@@ -315,6 +322,7 @@ class Policy:
     recurrent: bool = False
     warmup: WarmupTimes = WarmupTimes()
     group_bytes: int = 0
+    sum_bytes: Callable[[int], int] = no_bytes
 
 
 def capturable(policy: Policy, bucket: Bucket) -> bool:

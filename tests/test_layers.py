@@ -83,7 +83,7 @@ BACKENDS = {
     "backends/cpu": ("core",),
     "backends/cpu/native": ("core",),
     "backends/cuda": ("core", "backends/.", "backends/cpu"),
-    "backends/cuda/kernels/peers": ("backends/cuda/kernels",),
+    "backends/cuda/kernels/peers": ("core", "backends/cuda/kernels"),
     "backends/cuda/kernels": ("core", "backends/cuda/weights"),
     "backends/cuda/kernels/layers": ("core", "backends/cpu", "backends/cuda/kernels", "backends/cuda/weights"),
     "backends/cuda/launches": ("core", "backends/cpu", "backends/cuda/.", "backends/cuda/kernels"),

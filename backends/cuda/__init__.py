@@ -56,7 +56,8 @@ def make_backend(cfg: BackendConfig, cards: Accelerator | None = None) -> Backen
     from trencadis.backends.cuda.ops import CudaOps, InvariantCudaOps
 
     support_checks.require_exact_float32(cfg.dtype)
-    runtime, comm = runtime_of(device), _comm(cfg, device)
+    runtime = runtime_of(device)
+    comm = _comm(cfg, runtime)
 
     def reopen(cfg: BackendConfig) -> CudaBackend:
         support_checks.check_model(cfg)
@@ -92,7 +93,7 @@ def _twin(cfg: BackendConfig) -> Backend:
     if cfg.batch_invariant:
         raise StartupError("--batch-invariant: the twin of a card does not promise it; --device cpu does")
     runtime = TwinRuntime(label=f"{gpu_platform.in_use().name} (twin)")
-    comm = _comm(cfg, runtime.device)
+    comm = _comm(cfg, runtime)
 
     def reopen(cfg: BackendConfig) -> CudaBackend:
         asked = RequestedAttention.of(cfg, NEWEST)
@@ -126,7 +127,7 @@ def runtime_of(device: torch.device) -> Runtime:
     return TwinRuntime(graphs=False, interprets=True, label=f"{cards.name} (interpreted)")
 
 
-def _comm(cfg: BackendConfig, device: torch.device) -> Comm | None:
+def _comm(cfg: BackendConfig, runtime: Runtime) -> Comm | None:
     """Returns the communicator of several ranks; None for one rank."""
     if cfg.ranks == 1:
         return None
@@ -135,8 +136,8 @@ def _comm(cfg: BackendConfig, device: torch.device) -> Comm | None:
     from trencadis.core.executor.rendezvous import join_group
 
     cards = in_use()
-    join_group(cfg, f"cpu:gloo,{cards.name}:{cards.collectives}" if device.type == cards.name else "gloo")
-    return CudaComm(cfg, device)
+    join_group(cfg, f"cpu:gloo,{cards.name}:{cards.collectives}" if runtime.device.type == cards.name else "gloo")
+    return CudaComm(cfg, runtime)
 
 
 def has_card() -> bool:

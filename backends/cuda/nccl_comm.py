@@ -1,5 +1,5 @@
-"""Collectives of one rank group over NCCL, captured as parts of launches; agreements go over the host. Small sums may
-go over peer memory instead (``kernels.peers``).
+"""Collectives of one rank group over NCCL, captured as parts of launches; agreements go over the host. Small sums go
+over peer memory instead where that is there and sums as NCCL does (``kernels.peers``).
 """
 
 from __future__ import annotations
@@ -18,9 +18,43 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from trencadis.backends.cuda.kernels.peers.symmetric_memory import PeerAllReduce
+    from trencadis.backends.cuda.runtime_protocol import Graph, Runtime
 
 _gather: Callable[..., Any] = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 """torch 2.13 renames this function and warns about the old name."""
+
+
+PEER_SUMS = "TRENCADIS_CUDA_PEER_SUMS"
+
+
+def _wants_peer_sums() -> bool:
+    """True unless they are turned off; other cards than NVIDIA's sum over peer memory only where they are asked to."""
+    return envs.get_bool(PEER_SUMS) and (in_use().runs_ptx or envs.get(PEER_SUMS) is not None)
+
+
+class _GraphOfSums:
+    """A graph of ``body``, which is run once before its capture, as every launch is."""
+
+    def __init__(self, runtime: Runtime, body: Callable[[], list[Tensor]]) -> None:
+        self._runtime, static = runtime, torch.zeros(1, device=runtime.device)
+
+        def run(inputs: object) -> list[Tensor]:
+            return body()
+
+        def capture() -> Graph:
+            runtime.launch("sums over ranks", run, None, static)
+            runtime.synchronize()
+            return runtime.capture("sums over ranks", "sums over ranks", run, None, static)
+
+        self._graph = runtime.on_captures(capture)
+
+    def replay(self) -> list[Tensor]:
+        self._runtime.replay(self._graph)
+        out: list[Tensor] = self._graph.out
+        return out
+
+    def release(self) -> None:
+        self._runtime.release(self._graph)
 
 
 class CudaComm:
@@ -30,7 +64,8 @@ class CudaComm:
     sets itself up in its first collective, which cannot be captured, so that one runs here.
     """
 
-    def __init__(self, cfg: BackendConfig, device: torch.device) -> None:
+    def __init__(self, cfg: BackendConfig, runtime: Runtime) -> None:
+        device = runtime.device
         self.rank, self.world = cfg.rank, cfg.world
         self._host: ProcessGroup | None = None
         self._group: ProcessGroup | None = None  # None: the default group
@@ -45,13 +80,19 @@ class CudaComm:
             torch.distributed.all_reduce(torch.zeros(1, device=device), group=self._group)
         self.notes: tuple[str, ...] = ()
         self._peers: PeerAllReduce | None = None
-        if self.world > 1 and device.type == in_use().name and envs.get_bool("TRENCADIS_CUDA_PEER_SUMS"):
-            from trencadis.backends.cuda.kernels.peers import (
-                symmetric_memory,  # imports triton, which a twin may lack
-            )
+        if self.world > 1 and device.type == in_use().name and _wants_peer_sums():
+            self._open_peer_memory(cfg, runtime)
 
-            self._peers, why = symmetric_memory.open_peer_memory(self._group, self._host, self.rank, self.world, device)
-            self.notes = (why,) if why else ()
+    def _open_peer_memory(self, cfg: BackendConfig, runtime: Runtime) -> None:
+        from trencadis.backends.cuda.kernels.peers import symmetric_memory  # imports triton, which a twin may lack
+
+        self._peers, why = symmetric_memory.open_peer_memory(
+            self._group, self._host, self.rank, self.world, runtime.device, (cfg.dtype, torch.float32),
+            lambda body: _GraphOfSums(runtime, body),
+        )  # fmt: skip
+        if why:
+            asked = "" if envs.get(PEER_SUMS) is None else f"{PEER_SUMS}=1 has no effect: "
+            self.notes = (f"{asked}small sums over ranks go over NCCL: {why}",)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Returns the sum over ranks, in place or in other memory."""

@@ -1,12 +1,15 @@
 """Launch shapes for NVIDIA devices as data: ragged launches, prefill and decode mixed, graphs that share one workspace.
 
 Torch-free; ``core.device_shape_policy.Policy`` explains each number. Also the working memory of attention libraries in
-bytes: one workspace per stage.
+bytes, one workspace per stage, and that of sums over ranks.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trencadis.backends.cuda.launches.bucket_capacity import cross_attention_bytes, input_bytes
+from trencadis.core import envs
 from trencadis.core.buckets import MIXED_AXES, Bucket, Stage, padded_tokens
 from trencadis.core.device_shape_policy import (
     AxisRule,
@@ -16,6 +19,7 @@ from trencadis.core.device_shape_policy import (
     InputSizes,
     Policy,
     WarmupTimes,
+    no_bytes,
 )
 from trencadis.core.errors import StartupError
 from trencadis.core.kv_cache_format import FP8, INT8
@@ -106,6 +110,26 @@ WARMUP = WarmupTimes(bucket=0.05, layer=0.006, stage=10.0)
 22897 and 46389). The dozen kernels of a stage are compiled once for all of its shapes, at 0.8 seconds each on a core of
 an EPYC Zen 5 (``tools/kernel_resources.py``); later starts find them in Triton's cache.
 """
+SUMS_ENV = "TRENCADIS_CUDA_PEER_SUMS"
+
+SUMS_ONCE, SUMS_TWICE = 512 << 10, 4 << 20
+"""Bytes of the longest messages that ranks sum over each other's memory in one step and in two."""
+
+
+def sum_bytes(ranks: int) -> int:
+    """Returns the bytes of a card that sums over peer memory take (kernels/peers; a test compares): two messages and
+    flags for one step; for two, which three ranks or more have, a message, its sums and flags. 0: NCCL sums, or
+    gloo on the twin of a card.
+    """
+    twin = envs.get_bool("TRENCADIS_CUDA_TWIN")
+    if not 2 <= ranks <= 8 or twin or not envs.get_bool(SUMS_ENV):
+        return 0
+    block = 1024
+    once = 2 * SUMS_ONCE + 4 * ranks * (SUMS_ONCE // 2 // block)
+    count = -(-(SUMS_TWICE // 2) // (block * ranks))
+    twice = SUMS_TWICE + 4 * block * count + 4 * ranks * count
+    return align_up(once) + (align_up(twice) if ranks > 2 else 0)
+
 
 SERVING = Policy(
     axes={**MIXED_AXES, Stage.VERIFY: ("rows",)},
@@ -160,9 +184,10 @@ SERVING = Policy(
     adapters=True,
     encoder_data_parallel=True,
     recurrent=True,
+    sum_bytes=sum_bytes,
 )
 
-POLICIES = {"serving": SERVING, "twin": SERVING}
+POLICIES = {"serving": SERVING, "twin": replace(SERVING, sum_bytes=no_bytes)}
 """Policies by name; ``twin``: the same shapes, on the CPU twin of a card."""
 
 

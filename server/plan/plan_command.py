@@ -106,6 +106,8 @@ def main(words: Sequence[str]) -> int:
         report["notes"] += [note for p in plans[1:] for note in p.notes]
     taken = _group_bytes(config)
     told = [f"Collectives take {gib(taken)} of each card's memory, which is not planned."] if taken else []
+    if sums := policy_of(likely(config.device), config.policy).sum_bytes(config.tensor_parallel_size):
+        told += [f"Sums over ranks take {gib(sums)} of each card's memory, which counts as used by others."]
     report["notes"] = [*dict.fromkeys([*settings.notes, *report["notes"], *told])]
     report["seconds_to_plan"] = round(time.perf_counter() - begun, 3)
     if own.report and not own.trace:
@@ -232,7 +234,8 @@ def make_stage_plans(config: EngineConfig, model: ModelConfig, memory: int, othe
     parts = split_model(model, config.pipeline_parallel_size, config.pipeline_layer_partition)
     itemsize = 4 if config.dtype == "float32" or (config.dtype == "auto" and name == "cpu") else 2
     images = model_registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
-    device = PlannedDevice(name, memory - _group_bytes(config), others, ranks, itemsize)
+    used = others + policy.sum_bytes(ranks)
+    device = PlannedDevice(name, memory - _group_bytes(config), used, ranks, itemsize)
     asked, starts = bucket_env.read_bucket_options(os.environ), []
     for part in parts:
         check_start(config, part, policy, name)

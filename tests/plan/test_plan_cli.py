@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from trencadis.backends.cuda.shape_policy import sum_bytes as cuda_sum_bytes
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.memory import graph_measurement_cache
@@ -113,7 +114,10 @@ def test_tables(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_device_sums(model: Path, device: str, utilisation: float, capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, model, "--device", device, "--memory", "400GiB", "-tp", 8, "--gpu-memory-util", utilisation)
     others = next(row["bytes"] for row in found["ledger"] if row["name"] == "used by others")
-    assert (others > 0) is (device == "cpu"), "ranks share the memory of a machine"
+    if device == "cpu":
+        assert others > 0, "ranks share the memory of a machine"
+    else:
+        assert others == (cuda_sum_bytes(8) if device == "cuda" else 0), "buffers of sums over ranks"
     left_out = (384 << 20) if device == "hpu" else 0  # to HCCL
     assert sum(row["bytes"] for row in found["ledger"]) == (400 << 30) - left_out
     assert bool(found["buckets"]) is (device != "cpu") and found["kv_blocks"] > 0
@@ -247,6 +251,25 @@ def test_memory_that_collectives_take_is_not_planned(
     assert left_out("--device", "hpu", "-tp", "2") == 512 << 20
     monkeypatch.setenv("PT_HCCL_MEMORY_ALLOWANCE_MB", "some")
     assert "a whole number of MiB" in refused(capsys, [*words, "--device", "hpu", "-tp", "2"])
+
+
+def test_buffers_of_sums_over_ranks_are_planned_unless_nccl_sums(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(*more: object) -> tuple[int, list[str]]:
+        found = report(capsys, model, "--device", "cuda", "--memory", "400GiB", *more)
+        (others,) = (row["bytes"] for row in found["ledger"] if row["name"] == "used by others")
+        return int(others), [note for note in found["notes"] if note.startswith("Sums over ranks take")]
+
+    others, notes = planned("-tp", 4, "--others", "1GiB")
+    assert others == (1 << 30) + cuda_sum_bytes(4) and notes == [
+        "Sums over ranks take 7.0 MiB of each card's memory, which counts as used by others."
+    ]
+    assert planned() == (0, [])
+    for name, value in (("TRENCADIS_CUDA_PEER_SUMS", "0"), ("TRENCADIS_CUDA_TWIN", "1")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert planned("-tp", 4) == (0, [])
 
 
 def test_measurements_replace_formulas(model: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def no_wait(flags, part, launch, RANK: tl.constexpr, WORLD: tl.constexpr, SPINS: tl.constexpr):
+def no_wait(flags, part, launch, most_polls, RANK: tl.constexpr, WORLD: tl.constexpr):
     return launch * 0
 
 

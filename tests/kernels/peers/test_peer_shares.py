@@ -72,7 +72,7 @@ def test_each_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_rank_that_never_comes_leaves_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(two_shot_reduce, "SPINS", 2)
+    monkeypatch.setattr(one_shot_reduce, "SPINS", 2)
     run = PeerRun(2, [8], 0, steps=2)
     run.turns.run([lambda: run.launch(0, 0)])
     assert run.out[0][0].isnan().all()
@@ -92,7 +92,7 @@ def test_rooms_are_chosen_by_the_length(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(two_shot_reduce, "ONE_STEP", {2: 64, 4: 64})
     took: list[Any] = []
     for module, name in ((one_shot_reduce, "once"), (two_shot_reduce, "twice")):
-        monkeypatch.setattr(module, "all_reduce", lambda x, room, residual, name=name: took.append(name))
+        monkeypatch.setattr(module, "all_reduce", lambda x, room, residual, polls, name=name: took.append(name))
     rooms = [PeerRun(3, [8], 0, steps=steps).rooms[0] for steps in (1, 2)]
     both, one = symmetric_memory.PeerAllReduce(*rooms), symmetric_memory.PeerAllReduce(rooms[0])
     for count in (16, 17, 128):

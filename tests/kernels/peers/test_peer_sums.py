@@ -50,7 +50,7 @@ def swapped(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
 
 
 @triton.jit
-def one_wait(flags, part, launch, RANK: tl.constexpr, WORLD: tl.constexpr, SPINS: tl.constexpr):
+def one_wait(flags, part, launch, most_polls, RANK: tl.constexpr, WORLD: tl.constexpr):
     own = tl.load(flags + RANK).to(tl.pointer_type(tl.int32)) + part * WORLD
     while tl.atomic_add(own, 0, sem="acquire", scope="sys") < launch:
         pass

@@ -91,10 +91,18 @@ class RankTurns:
     def _rank(self) -> int:
         return threading.current_thread().rank  # type: ignore[attr-defined, no-any-return]
 
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Lets other ranks go on until ``condition()``; for stand-ins of collectives, which threads call."""
+        while not condition():
+            self._pass_turn()
+
     def _yield(self) -> None:
-        """Another rank may go on; what the interpreter keeps of this one's program is put back afterwards."""
-        if self.rng.random() > SHARE:
-            return
+        """Another rank may go on."""
+        if self.rng.random() <= SHARE:
+            self._pass_turn()
+
+    def _pass_turn(self) -> None:
+        """Gives the turn to a rank; what the interpreter keeps of this one's program is put back afterwards."""
         rank, builder, owned = self._rank, triton_interpreter.interpreter_builder, ours._Owned
         kept = builder.grid_idx, builder.grid_dim, owned.starts, owned.stops, ours._Grid.permutation
         self._pass_on()

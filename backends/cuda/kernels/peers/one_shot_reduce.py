@@ -46,32 +46,37 @@ def can_reduce(x: Tensor, buffers: PeerBuffers) -> bool:
     return x.is_contiguous() and 0 < x.nbytes <= buffers.half and programs(x.numel()) <= len(buffers.launches)
 
 
-def all_reduce(x: Tensor, buffers: PeerBuffers, residual: Tensor | None = None) -> Tensor:
+def all_reduce(x: Tensor, buffers: PeerBuffers, residual: Tensor | None = None, polls: int | None = None) -> Tensor:
     """Returns the sum of x over ranks, plus ``residual``, shaped like x, in float32 with one rounding.
 
     Every rank must launch the same messages in the same order.
+
+    Args:
+        polls: of each rank's flag before a program gives up; None: ``SPINS``.
     """
     assert can_reduce(x, buffers)
-    return launch(peer_sum_kernel, programs(x.numel()), x, buffers, residual, BLOCK=BLOCK, SPINS=SPINS)
+    return launch(peer_sum_kernel, programs(x.numel()), x, buffers, residual, polls)
 
 
-def launch(kernel: Any, count: int, x: Tensor, buffers: PeerBuffers, residual: Tensor | None, **sizes: int) -> Tensor:
+def launch(
+    kernel: Any, count: int, x: Tensor, buffers: PeerBuffers, residual: Tensor | None, polls: int | None
+) -> Tensor:
     """Launches ``kernel`` with ``count`` programs that sum messages like x; returns the result, shaped like x."""
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
     out = torch.empty_like(x)
     kernel[(count,)](
         out, x, x if residual is None else residual, buffers.messages, buffers.flags, buffers.launches, x.numel(),
-        RANK=buffers.rank, WORLD=buffers.world, LANES=triton.next_power_of_2(buffers.world),
-        HALF=buffers.half // x.itemsize,
-        ADD=residual is not None, **sizes, num_warps=WARPS,
+        SPINS if polls is None else polls, RANK=buffers.rank, WORLD=buffers.world,
+        LANES=triton.next_power_of_2(buffers.world), HALF=buffers.half // x.itemsize, ADD=residual is not None,
+        BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_polls"])
 def peer_sum_kernel(
-    out, x, residual, messages, flags, launches, count, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr,
-    HALF: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, SPINS: tl.constexpr,
+    out, x, residual, messages, flags, launches, count, most_polls, RANK: tl.constexpr, WORLD: tl.constexpr,
+    LANES: tl.constexpr, HALF: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     launch = tl.load(launches + part) + 1
@@ -82,7 +87,7 @@ def peer_sum_kernel(
     tl.store(own + offset, tl.load(x + at, mask=inside, other=0.0), mask=inside)
     tl.debug_barrier()  # all threads have stored their part before one signals
     signal_peers(flags, part, launch, RANK, WORLD, LANES)
-    late = wait_for_all(flags, part, launch, RANK, WORLD, SPINS)
+    late = wait_for_all(flags, part, launch, most_polls, RANK, WORLD)
     tl.debug_barrier()
     total = tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(WORLD):
@@ -111,16 +116,16 @@ def signal_peers(flags, part, launch, RANK: tl.constexpr, WORLD: tl.constexpr, L
 
 
 @triton.jit
-def wait_for_all(flags, part, launch, RANK: tl.constexpr, WORLD: tl.constexpr, SPINS: tl.constexpr):
+def wait_for_all(flags, part, launch, most_polls, RANK: tl.constexpr, WORLD: tl.constexpr):
     """Waits for the parts of all ranks; returns 1 if a rank did not signal in time."""
     own = tl.load(flags + RANK).to(tl.pointer_type(tl.int32)) + part * WORLD
     late = launch * 0
     for rank in tl.static_range(WORLD):
-        spins = launch * 0
+        polls = launch * 0
         arrived = tl.atomic_add(own + rank, 0, sem="acquire", scope="sys")
-        while (arrived < launch) & (spins < SPINS):
+        while (arrived < launch) & (polls < most_polls):
             arrived = tl.atomic_add(own + rank, 0, sem="acquire", scope="sys")
-            spins += 1
+            polls += 1
         late = tl.where(arrived < launch, 1, late)
     return late
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cuda.kernels.gpu_platform import in_use
-from trencadis.backends.cuda.kernels.peers import one_shot_reduce, two_shot_reduce
+from trencadis.backends.cuda.kernels.peers import one_shot_reduce, start_check, two_shot_reduce
 from trencadis.backends.cuda.kernels.peers.one_shot_reduce import PeerBuffers
+from trencadis.backends.cuda.kernels.peers.start_check import CapturedSums
+from trencadis.core.errors import StartupError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,6 +33,8 @@ def unreachable_reason(
     Args:
         names, devices: per rank, its host and its card there.
     """
+    if not two_shot_reduce.one_step_bytes(len(names)):
+        return f"{len(names)} ranks are more than sum over each other's memory"
     for other, (name, device) in enumerate(zip(names, devices, strict=True)):
         if other == rank:
             continue
@@ -55,36 +59,83 @@ class PeerAllReduce:
 
     def can_reduce(self, x: Tensor) -> bool:
         """Returns True if one-shot or two-shot sums take x; other messages are left to NCCL."""
+        if not x.is_floating_point() or x.itemsize > 4:  # sums are float32
+            return False
         wanted = two_shot_reduce.steps(x.nbytes, self._once.world)
         if wanted == 2:
             return self._twice is not None and two_shot_reduce.can_reduce(x, self._twice)
         return wanted == 1 and one_shot_reduce.can_reduce(x, self._once)
 
-    def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Returns the sum over ranks of a message that ``can_reduce`` accepted, plus ``residual``."""
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None, polls: int | None = None) -> Tensor:
+        """Returns the sum over ranks of a message that ``can_reduce`` accepted, plus ``residual``.
+
+        Args:
+            polls: of a rank's flag before a launch leaves NaN; None: as many as take half a minute or more.
+        """
         if two_shot_reduce.steps(x.nbytes, self._once.world) == 2:
             assert self._twice is not None
-            return two_shot_reduce.all_reduce(x, self._twice, residual)
-        return one_shot_reduce.all_reduce(x, self._once, residual)
+            return two_shot_reduce.all_reduce(x, self._twice, residual, polls)
+        return one_shot_reduce.all_reduce(x, self._once, residual, polls)
 
 
 def open_peer_memory(
-    group: ProcessGroup | None, host: ProcessGroup | None, rank: int, world: int, device: torch.device
+    group: ProcessGroup | None,
+    host: ProcessGroup | None,
+    rank: int,
+    world: int,
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    capture: Callable[[Callable[[], list[Tensor]]], CapturedSums],
 ) -> tuple[PeerAllReduce | None, str]:
-    """Opens symmetric memory on all ranks: (sums, "") or (None, reason); collective, the same on every rank.
+    """Opens symmetric memory on all ranks and checks the sums over it: (sums, "") or (None, reason); collective, the
+    same on every rank.
 
     Args:
         group, host: process groups of the ranks, for cards and for hosts.
+        dtypes: of messages.
+        capture: captures a body, whose results are sums, as a graph.
+
+    Raises:
+        StartupError: the check has left the card in an error, so that nothing else can run either.
     """
     places: list[Any] = [None] * world
     torch.distributed.all_gather_object(places, (socket.gethostname(), device.index or 0), group=host)
     names, devices = zip(*places, strict=True)
     why = unreachable_reason(names, devices, rank, in_use().can_access_peer)
-    if not (why := _agree_reason(why, host, world)):
-        made, why = _allocate_buffers(group, rank, world, device)
-        if not (why := _agree_reason(why, host, world)):
-            return None if made is None else PeerAllReduce(*made), ""
-    return None, f"small sums over ranks go over NCCL: {why}"
+    if why := _agree_reason(why, host, world):
+        return None, why
+    made, why = _allocate_buffers(group, rank, world, device)
+    if (why := _agree_reason(why, host, world)) or made is None:
+        return None, why
+
+    def sum_by_library(x: Tensor) -> None:
+        torch.distributed.all_reduce(x, group=group)
+
+    def agree(why: str) -> str:
+        return _agree_reason(why, host, world)
+
+    sums = PeerAllReduce(*made)
+    why = start_check.find_fault(
+        sums, start_check.RankCalls(rank, world, sum_by_library, agree, capture), dtypes, device
+    )
+    _require_usable(device, why)
+    in_use().module.empty_cache()
+    if not why:
+        return sums, ""
+    _HELD.clear()
+    return None, f"the check at the start: {why}"
+
+
+def _require_usable(device: torch.device, why: str) -> None:
+    """Raises StartupError if the card has an error, which ends all later work of the process."""
+    try:
+        in_use().module.synchronize(device)
+    except RuntimeError as error:
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        raise StartupError(
+            f"the check of sums over ranks has stopped the card ({why or text}); TRENCADIS_CUDA_PEER_SUMS=0 starts "
+            "without them"
+        ) from error
 
 
 def _agree_reason(why: str, host: ProcessGroup | None, world: int) -> str:

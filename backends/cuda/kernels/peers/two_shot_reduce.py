@@ -18,7 +18,6 @@ from torch import Tensor
 
 from trencadis.backends.cuda.kernels.peers.one_shot_reduce import (
     BLOCK,
-    SPINS,
     PeerBuffers,
     advance,
     launch,
@@ -38,9 +37,14 @@ ONE_STEP = {2: 512 << 10, 4: 512 << 10, 8: 256 << 10}
 tell_sums, wait_for_sums = signal_peers, wait_for_all
 
 
+def one_step_bytes(world: int) -> int:
+    """Returns up to how many bytes ``world`` ranks sum in one step; 0: so many ranks do not sum over peer memory."""
+    return next((most for ranks, most in ONE_STEP.items() if world <= ranks), 0)
+
+
 def steps(nbytes: int, world: int) -> int:
     """Returns the steps of a sum of ``nbytes`` over ``world`` ranks: 1, 2, or 0 for NCCL."""
-    one = next((most for ranks, most in ONE_STEP.items() if world <= ranks), 0)
+    one = one_step_bytes(world)
     if nbytes <= one:
         return 1
     return 2 if world >= LEAST_RANKS and one and nbytes <= MOST else 0
@@ -60,23 +64,24 @@ def can_reduce(x: Tensor, buffers: PeerBuffers) -> bool:
     )
 
 
-def all_reduce(x: Tensor, buffers: PeerBuffers, residual: Tensor | None = None) -> Tensor:
+def all_reduce(x: Tensor, buffers: PeerBuffers, residual: Tensor | None = None, polls: int | None = None) -> Tensor:
     """Returns the sum of x over ranks, plus ``residual``, shaped like x, in float32 with one rounding.
 
     Every rank must launch the same messages in the same order.
 
     Args:
         buffers: used for two-shot sums only.
+        polls: of each rank's flag before a program gives up; None: ``one_shot_reduce.SPINS``.
     """
     assert can_reduce(x, buffers)
     count = programs(x.numel(), buffers.world)
-    return launch(peer_shares_kernel, count, x, buffers, residual, BLOCK=BLOCK, SPINS=SPINS)
+    return launch(peer_shares_kernel, count, x, buffers, residual, polls)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_polls"])
 def peer_shares_kernel(
-    out, x, residual, messages, flags, launches, count, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr,
-    HALF: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, SPINS: tl.constexpr,
+    out, x, residual, messages, flags, launches, count, most_polls, RANK: tl.constexpr, WORLD: tl.constexpr,
+    LANES: tl.constexpr, HALF: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     word = tl.load(launches + part) + 1
@@ -88,7 +93,7 @@ def peer_shares_kernel(
         tl.store(own + at, tl.load(x + at, mask=inside, other=0.0), mask=inside)
     tl.debug_barrier()  # all threads have stored their part before one signals
     signal_peers(flags, part, word, RANK, WORLD, LANES)
-    late = wait_for_all(flags, part, word, RANK, WORLD, SPINS)
+    late = wait_for_all(flags, part, word, most_polls, RANK, WORLD)
     tl.debug_barrier()
     at = (part * WORLD + RANK) * BLOCK + lane
     inside = at < count
@@ -103,7 +108,7 @@ def peer_shares_kernel(
     tl.store(own + offset, total.to(out.dtype.element_ty), mask=inside)
     tl.debug_barrier()
     tell_sums(flags, part, word + 1, RANK, WORLD, LANES)
-    late = wait_for_sums(flags, part, word + 1, RANK, WORLD, SPINS)
+    late = wait_for_sums(flags, part, word + 1, most_polls, RANK, WORLD)
     tl.debug_barrier()
     for rank in tl.static_range(WORLD):
         at = (part * WORLD + rank) * BLOCK + lane
