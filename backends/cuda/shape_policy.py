@@ -26,7 +26,11 @@ from trencadis.core.kv_cache_format import FP8, INT8
 from trencadis.core.quant.quantised_weight_layout_and_bytes import CODES, DECODED_BYTES, DECODED_ROWS
 from trencadis.core.vision_config import WINDOW_SLOTS
 
-FLASH_ATTN, FLASHINFER = "FLASH_ATTN", "FLASHINFER"
+FLASH_ATTN, FLASHINFER, OWN_KERNELS = "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"
+"""Values of ``--attention-backend``; the last one asks for this engine's own kernels."""
+
+FLASH_3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
+"""Modules in which the wheels of FlashAttention 3 put it."""
 
 ALIGNMENT = 256
 PROCESSORS = 132
@@ -39,6 +43,11 @@ need more do not cut keys.
 
 SPARE_INTS = 64 << 10
 """Bytes added to the arrays of a plan whose sizes are known here."""
+
+HOPPER_ARRAYS = 8
+"""Arrays of a plan of FlashInfer's FlashAttention-3 kernels, with a value for each tile of queries of each head
+(flashinfer/attention/scheduler.cuh, ``PrefillSM90Plan``); DECODE does not use them.
+"""
 
 SLOTS, TILES = 2, (16, 64, 128)
 """Programs per processor, and choices of queries per program, of FlashInfer's scheduler."""
@@ -70,7 +79,9 @@ def plan_bytes(
     tiles, queries = tiles_of(bucket, group, kv_heads, processors)
     floats = 4 * group * kv_heads * tiles * queries * (head_dim + 1)
     ints = 4 * (3 * tiles + rows_of(bucket) + padded_tokens(bucket)) + tiles + SPARE_INTS
-    return (floats if floats <= MOST_FLOATS else 0), align_up(ints)
+    works = (-(-padded_tokens(bucket) // TILES[-1]) + rows_of(bucket) - 1) * group * kv_heads
+    hopper = HOPPER_ARRAYS * 4 * works + SPARE_INTS if bucket.stage is not Stage.DECODE else 0
+    return (floats if floats <= MOST_FLOATS else 0), align_up(max(ints, hopper))
 
 
 def align_up(size: int) -> int:
@@ -79,7 +90,7 @@ def align_up(size: int) -> int:
 
 
 def flash_bytes(bucket: Bucket, sizes: InputSizes) -> int:
-    """Returns 0: FlashAttention allocates its working memory from the pool of a graph."""
+    """Returns 0: FlashAttention and own kernels allocate their working memory from the pool of a graph."""
     return 0
 
 
@@ -164,7 +175,7 @@ SERVING = Policy(
     drawn_head=True,
     drafts=True,
     fused_tokens=16,  # kernels/layers/fused_layer.py; a test compares
-    attention={FLASH_ATTN: flash_bytes, FLASHINFER: infer_bytes},
+    attention={FLASH_ATTN: flash_bytes, FLASHINFER: infer_bytes, OWN_KERNELS: flash_bytes},
     graph_memory=GraphMemory(library=WORKSPACE),
     warmup=WARMUP,
     ridge=300.0,

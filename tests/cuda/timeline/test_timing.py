@@ -362,3 +362,23 @@ def test_prompts_are_reported_beside_steps() -> None:
     assert 0.02 < two["ttft"] < 0.06
     said = "\n".join(time_report.lines(found))
     assert "prompt of 2,048 tokens: TTFT" in said and "prompt of 16,384 tokens: TTFT" in said
+
+
+def test_prompts_are_priced_by_what_attends_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``serve`` chooses: flash-attn 3 on a Hopper where it is asked for, or installed and nothing is asked for."""
+    model = MODELS["3B"][0]()
+
+    def priced(attention: str, name: str = "H100") -> tuple[float, str]:
+        found = time_report.times(model, 1, name, (1,), prompts=(16_384,), attention=attention)
+        said = next(line for line in time_report.lines(found) if "attention of prompts" in line)
+        return found["prompts"][0]["ttft"], said
+
+    own, said = priced("")
+    assert "this engine's own kernels" in said
+    fast, said = priced("FLASH_ATTN")
+    assert "flash-attn 3 (asked for)" in said and fast < 0.9 * own
+    assert priced("FLASHINFER")[0] == priced("TRITON_ATTN")[0] == own
+    assert "for want of figures of FLASH_ATTN on A100" in priced("FLASH_ATTN", "A100")[1]
+    monkeypatch.setattr(time_report, "_has_flash_3", lambda: True)
+    assert priced("")[0] == fast and "installed here" in priced("")[1]
+    assert priced("TRITON_ATTN")[0] == own and priced("", "A100")[1].endswith("own kernels")
