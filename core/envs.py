@@ -191,6 +191,10 @@ TABLE: tuple[Env, ...] = (
         "TRENCADIS_CUDA_DEPENDENT_LAUNCHES", "bool", "true",
         "cuda: from sm_90 on, a kernel of a fused layer starts while the one before it ends",
     ),
+    Env(
+        "TRENCADIS_CUDA_BLOCK_PRODUCTS", "bool", "true",
+        "cuda: weights of fp8 in blocks of 128 are multiplied by activations in fp8, where their scheme rounds them",
+    ),
     Env("TRENCADIS_CUDA_PEER_SUMS", "bool", "false", "cuda: ranks sum up to 4 MiB over each other's memory"),
     Env("TRENCADIS_CUDA_TWIN", "bool", "false", "cuda: no card, its twin on the CPU, for tests, see docs/cuda.md"),
     Env("TRENCADIS_CUDA_TWIN_FAULTS", "str", "", "cuda: faults of the CPU twin, for tests, see docs/cuda.md"),
