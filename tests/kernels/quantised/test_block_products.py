@@ -12,10 +12,14 @@ import pytest
 import torch
 from torch.nn import functional
 
+from benchmarks.packing import qwen_7b
 from tests.kernels.quantised.block_product_library import PLANTED, BlockProducts
 from tests.kernels.quantised.test_quantised import away, normal, packed
 from trencadis.backends.cuda.kernels import block_scaled_linear, quantised_linear, tile_sizes
+from trencadis.backends.cuda.time_estimates.meta_launch_recorder import DecodeRecorder
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, dequantise, product
+from trencadis.core.checkpoint.quant_config import Quantisation, QuantRule
+from trencadis.core.memory.weight_bytes import quantisation_excess
 from trencadis.core.quant.quantised_tensor import QTensor, join_weights
 from trencadis.core.quant.quantised_weight_layout_and_bytes import (
     CODES,
@@ -125,3 +129,15 @@ def test_the_scales_of_blocks_are_in_the_ledger(library: BlockProducts, device: 
     w = packed(blocks(400, 640), None, device)
     planned = held_bytes(SCHEME, 400, 640, 2, CODES) + block_scale_bytes(SCHEME, 400, 640, 2, CODES)
     assert isinstance(w, QuantisedWeight) and w.nbytes == planned
+
+
+def test_the_plan_knows_the_scales_of_all_blocks() -> None:
+    """Those of a model's matrices, as they are joined and loaded; of experts none are kept."""
+    text = replace(qwen_7b().text, layers=2)
+    sizes = []
+    for activations in ("token", "none"):
+        rules = (QuantRule(("Linear",), replace(SCHEME, activations=activations)),)
+        model = replace(qwen_7b(), text=text, quant=Quantisation("fp8", "fp8", rules, ignore=("lm_head",)))
+        sizes.append((DecodeRecorder(model).model.nbytes(), quantisation_excess(model, 2, 1, CODES)))
+    (held, planned), (less, planned_less) = sizes
+    assert held - less == planned - planned_less > 2 * 4 * (36 * 28 + 28 * 28 + 296 * 28 + 28 * 148), "and the tower's"
