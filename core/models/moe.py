@@ -98,14 +98,21 @@ class SigmoidRouter:
         r = self.routing
         if r.top_groups < r.groups:
             grouped = choice.view(len(choice), r.groups, -1)
-            best = grouped.topk(2, dim=-1).values.sum(-1).topk(r.top_groups, dim=-1).indices
+            best = choose_best(grouped.topk(2, dim=-1).values.sum(-1), r.top_groups)
             inside = torch.zeros_like(grouped[:, :, 0]).scatter(1, best, 1.0)
             choice = torch.where(inside[:, :, None] > 0, grouped, UNTAKEN).view(choice.shape)
-        return torch.zeros_like(choice).scatter(1, choice.topk(self.top, dim=-1).indices, 1.0) > 0
+        return torch.zeros_like(choice).scatter(1, choose_best(choice, self.top), 1.0) > 0
 
     @property
     def bytes(self) -> int:
         return self.weight.nbytes + self.correction.nbytes
+
+
+def choose_best(scores: Tensor, count: int) -> Tensor:
+    """Returns int64 [n, count]: the places of the best ``scores`` [n, all], of equal ones the lowest; ``topk`` takes
+    any.
+    """
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 UNTAKEN = -1e30

@@ -102,6 +102,23 @@ def test_a_router_of_sigmoids_gives_the_weights_of_its_definition() -> None:
             torch.testing.assert_close(found, scale * weights[chosen[i]] / total, rtol=1e-5, atol=1e-7)
 
 
+def test_a_router_of_sigmoids_takes_the_lowest_of_equal_experts() -> None:
+    """Also of groups, and beside better ones: as softmax routing does on every device."""
+    count, top = 128, 6
+    for groups, top_groups, best, want in (
+        (1, 1, [], [0, 1, 2, 3, 4, 5]), (1, 1, [9, 70], [0, 1, 2, 3, 9, 70]), (8, 2, [], [0, 1, 2, 3, 4, 5]),
+        (8, 2, [40, 100], [32, 33, 34, 35, 40, 100]),
+    ):  # fmt: skip
+        c = ExpertsConfig(count, top, INNER, True, sigmoid=SigmoidRouting(1.0, groups, top_groups))
+        assert c.sigmoid is not None
+        router = SigmoidRouter(c, c.sigmoid)
+        router.weight, router.correction = torch.zeros(count, HIDDEN), torch.zeros(count)
+        router.correction[best] = 1.0
+        scores, _ = router(normal(3, HIDDEN))
+        taken = (scores > -1e29).nonzero().view(3, -1, 2)[:, :, 1].tolist()
+        assert taken == [want] * 3, (groups, best)
+
+
 def test_an_expert_that_nobody_chose_may_overflow() -> None:
     ops, scores = ReferenceOps(), torch.tensor([[1.0, 0.0, -90.0]])
     gate_up = [torch.ones(4, 8), torch.ones(4, 8), torch.full((4, 8), 1e30)]

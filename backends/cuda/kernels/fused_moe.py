@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trencadis.backends.cuda.kernels import quantised_fused_moe, tile_sizes
 from trencadis.backends.cuda.kernels.activation import KINDS, adjust_up, apply_activation
-from trencadis.backends.cuda.kernels.quantised_fused_moe import PairTiles
+from trencadis.backends.cuda.kernels.quantised_fused_moe import PairTiles, order_programs, tile_places
 from trencadis.backends.cuda.kernels.tile_sizes import power
 from trencadis.backends.cuda.weights.stacked_experts import ExpertMatrix, StackedCodes, StackedExperts
 
@@ -196,8 +196,8 @@ def place_kernel(
 STEP = {16: 64, 32: 32}
 """Bits of a value -> columns of a step."""
 
-FEW = 16
-"""Tiles are small up to this many pairs per expert on average."""
+FEW, MANY = 16, 64
+"""Pairs per expert on average up to which tiles are small, and above which they are those of prompts."""
 
 BLOCK = 1024
 
@@ -211,13 +211,11 @@ def run(
     out = torch.empty_like(x)
     if not n:
         return out
-    length = "few" if not alike and n * top <= FEW * w.count else "many"
-    tile = tile_of(x, w.gate_up, length)
+    length = "many" if alike else length_class(n * top, w.count)
+    tile = tile_of(x, w.gate_up, length, w.gated)
     routes = route_tokens(scores, top, normalise, tile.m, alike)
     between = _up(x, w, routes, top, kind, tile)
-    if isinstance(w.gate_up, StackedCodes) or isinstance(w.down, StackedCodes):
-        tile = tile_of(x, w.down, length)._replace(m=tile.m)
-    part = _down(between, w, routes, tile)
+    part = _down(between, w, routes, tile_of(x, w.down, length, False)._replace(m=tile.m))
     experts_sum_kernel[(n, -(-hidden // BLOCK))](out, part, hidden, TOP=top, BLOCK=BLOCK, num_warps=4)
     return out
 
@@ -235,12 +233,20 @@ def check(x: Tensor, scores: Tensor, w: StackedExperts, kind: str) -> None:
             assert part.shape == shape and part.is_contiguous() and part.dtype == x.dtype, (part.shape, part.dtype)
 
 
-def tile_of(x: Tensor, w: ExpertMatrix, length: str) -> tile_sizes.Tile:
-    """Returns the tile; m: pairs, n: columns. The table's ``head`` and ``group`` have no meaning here."""
+def length_class(pairs: int, count: int) -> str:
+    """Returns the class of tiles of a launch of ``pairs`` pairs of ``count`` experts."""
+    return "few" if pairs <= FEW * count else "many" if pairs <= MANY * count else "prompt"
+
+
+def tile_of(x: Tensor, w: ExpertMatrix, length: str, gated: bool) -> tile_sizes.Tile:
+    """Returns the tile; m: pairs, n: columns, of gates and of ups alike if ``gated``.
+
+    The table's ``group`` is 1 for such, its ``head`` has no meaning here.
+    """
     if isinstance(w, StackedCodes):
-        return quantised_fused_moe.tile_of(x, w, length)
-    found = tile_sizes.FORCED.get("experts")
-    return found or tile_sizes.find("experts", tile_sizes.arch_of(x.device), x.dtype.itemsize * 8, 0, 0, length)
+        return quantised_fused_moe.tile_of(x, w, length, gated)
+    found, arch = tile_sizes.FORCED.get("experts"), tile_sizes.arch_of(x.device)
+    return found or tile_sizes.find("experts", arch, x.dtype.itemsize * 8, 0, int(gated), length)
 
 
 def _sizes(x: Tensor, tile: tile_sizes.Tile) -> dict[str, int]:
@@ -255,7 +261,7 @@ def _up(x: Tensor, w: StackedExperts, r: Routes, top: int, kind: str, tile: tile
         return quantised_fused_moe.multiply_up(x, w.gate_up, w.gate_up_bias, pairs, w.inner, KINDS[kind], tile)
     out = torch.empty((len(x) * top, w.inner), dtype=x.dtype, device=x.device)
     bias = w.gate_up if w.gate_up_bias is None else w.gate_up_bias
-    experts_kernel[(r.owner.shape[0], -(-w.inner // tile.n))](
+    experts_kernel[(r.owner.shape[0] * -(-w.inner // tile.n),)](
         out, x, w.gate_up, bias, r.order, r.owner, x.shape[1], w.inner, TOP=top, KIND=KINDS[kind],
         BIASED=w.gate_up_bias is not None, GATED=w.gated, **_sizes(x, tile),
     )  # fmt: skip
@@ -269,7 +275,7 @@ def _down(x: Tensor, w: StackedExperts, r: Routes, tile: tile_sizes.Tile) -> Ten
     hidden = w.down.shape[1]
     out = torch.empty((len(x), hidden), dtype=x.dtype, device=x.device)
     bias = w.down if w.down_bias is None else w.down_bias
-    experts_down_kernel[(r.owner.shape[0], -(-hidden // tile.n))](
+    experts_down_kernel[(r.owner.shape[0] * -(-hidden // tile.n),)](
         out, x, w.down, bias, r.shares, r.order, r.owner, hidden, w.inner, BIASED=w.down_bias is not None,
         **_sizes(x, tile),
     )  # fmt: skip
@@ -282,11 +288,10 @@ def experts_kernel(
     TOP: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
+    tile, block = order_programs(tl.cdiv(inner, N))
     expert = tl.load(owner + tile)
     if expert >= 0:
-        pair = tl.load(order + tile * M + tl.arange(0, M)).to(tl.int64)
-        column = (tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
+        pair, column = tile_places(order, tile, block, M, N)
         here, there = pair >= 0, column < inner
         row = x + (tl.where(here, pair, 0) // TOP) * hidden
         gates = weight + (expert.to(tl.int64) * (2 if GATED else 1) * inner + column) * hidden
@@ -320,11 +325,10 @@ def experts_down_kernel(
     out, x, weight, bias, shares, order, owner, hidden, inner,
     BIASED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
+    tile, block = order_programs(tl.cdiv(hidden, N))
     expert = tl.load(owner + tile)
     if expert >= 0:
-        pair = tl.load(order + tile * M + tl.arange(0, M)).to(tl.int64)
-        column = (tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
+        pair, column = tile_places(order, tile, block, M, N)
         here, there = pair >= 0, column < hidden
         row = x + tl.where(here, pair, 0) * inner
         downs = weight + (expert.to(tl.int64) * hidden + column) * inner

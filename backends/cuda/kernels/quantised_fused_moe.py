@@ -1,8 +1,9 @@
 """Grouped products of experts by codes: each program decodes some features of its tile's expert as it multiplies.
 
 As in ``fused_moe``, a tile has pairs of one expert, and what a token gets follows from its own row. Codes are the first
-operand (``code_decoding``), and each group's sum is multiplied by its scale. Rows of 8-bit activations are rounded
-before a product, one scale a row; integers are multiplied as integers, floats in 16 bits.
+operand (``code_decoding``), and each group's sum is multiplied by its scale; in tiles of prompts, whose sums fill the
+registers, each code is instead, and its value rounded once. Rows of 8-bit activations are rounded before a product, one
+scale a row; integers are multiplied as integers, floats in 16 bits.
 """
 
 from __future__ import annotations
@@ -26,6 +27,14 @@ _INT8, _FP4, _SHIFTED = tl.constexpr(INT8), tl.constexpr(FP4), tl.constexpr(SHIF
 BLOCK = 1024
 """Columns of a program that gathers rows."""
 
+GROUPED = 8
+"""Tiles of pairs whose programs follow each other."""
+
+FOLDED_PAIRS = 128
+"""Pairs of a tile from which scales of groups multiply codes, since sums of a group would fill the registers."""
+
+_GROUPED, _FOLDED_PAIRS = tl.constexpr(GROUPED), tl.constexpr(FOLDED_PAIRS)
+
 
 class PairTiles(NamedTuple):
     """Which pairs a launch multiplies, as ``fused_moe.Routes`` has them, and how many of them read one row."""
@@ -35,13 +44,13 @@ class PairTiles(NamedTuple):
     top: int
 
 
-def tile_of(x: Tensor, w: StackedCodes, length: str) -> tile_sizes.Tile:
-    """Returns the tile; m: pairs, n: features. The table's ``head`` is the bits of a code, its ``group`` 1 where groups
-    have scales.
+def tile_of(x: Tensor, w: StackedCodes, length: str, gated: bool) -> tile_sizes.Tile:
+    """Returns the tile; m: pairs, n: features, of gates and of ups alike if ``gated``. The table's ``head`` is the bits
+    of a code, its ``group`` 1 for gates and ups.
     """
     bits = 4 if w.kind in FOUR_BITS else 8
     found, arch = tile_sizes.FORCED.get("coded_experts"), tile_sizes.arch_of(x.device)
-    return found or tile_sizes.find("coded_experts", arch, x.dtype.itemsize * 8, bits, int(w.group > 0), length)
+    return found or tile_sizes.find("coded_experts", arch, x.dtype.itemsize * 8, bits, int(gated), length)
 
 
 def check(w: StackedCodes, shape: tuple[int, int, int]) -> None:
@@ -58,8 +67,7 @@ def multiply_up(
     """Returns the activations [pairs, inner] of gates and ups of x [n, hidden]; ``act``: of ``activation.KINDS``."""
     out = x.new_empty((len(x) * pairs.top, inner))
     rows = _read_rows(x, w, pairs)
-    grid = len(pairs.owner), -(-inner // tile.n)
-    coded_experts_kernel[grid](
+    coded_experts_kernel[(len(pairs.owner) * -(-inner // tile.n),)](
         out, *_arguments(rows, w, bias, pairs), inner, TOP=rows.pairs, ACT=act, GATED=w.shape[1] == 2 * inner,
         **_constants(x, w, rows, bias, tile),
     )  # fmt: skip
@@ -73,7 +81,7 @@ def multiply_down(
     hidden = w.shape[1]
     out = x.new_empty((len(x), hidden))
     rows = _read_rows(x, w, pairs)
-    coded_experts_down_kernel[(len(pairs.owner), -(-hidden // tile.n))](
+    coded_experts_down_kernel[(len(pairs.owner) * -(-hidden // tile.n),)](
         out, shares, *_arguments(rows, w, bias, pairs), hidden, **_constants(x, w, rows, bias, tile)
     )
     return out
@@ -142,6 +150,28 @@ def conversion_of(w: StackedCodes, device: torch.device) -> int:
 
 
 @triton.jit
+def order_programs(blocks):
+    """Returns (tile, block of features) of this program of tiles x ``blocks``.
+
+    ``GROUPED`` tiles take all blocks before the next ones do: programs that run at a time then read the weight of few
+    experts and the rows of few tiles, so that the L2 cache has most of what they load.
+    """
+    program = tl.program_id(0)
+    tiles = tl.num_programs(0) // blocks
+    first = program // (_GROUPED * blocks) * _GROUPED
+    size = tl.minimum(tiles - first, _GROUPED)
+    place = program % (_GROUPED * blocks)
+    return first + place % size, place // size
+
+
+@triton.jit
+def tile_places(order, tile, block, M: tl.constexpr, N: tl.constexpr):
+    """Returns the pairs of a tile, int64 [M], of which -1 is none, and the features of a block, int64 [N]."""
+    pair = tl.load(order + tile * M + tl.arange(0, M)).to(tl.int64)
+    return pair, (block * N + tl.arange(0, N)).to(tl.int64)
+
+
+@triton.jit
 def coded_experts_kernel(
     out, x, x_scale, codes, factor, scale, zero, bias, order, owner, columns, width, inner,
     TOP: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
@@ -149,18 +179,16 @@ def coded_experts_kernel(
     BIASED: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr, CONVERTS: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
+    tile, block = order_programs(tl.cdiv(inner, N))
     expert = tl.load(owner + tile).to(tl.int64)
     if expert >= 0:
-        pair = tl.load(order + tile * M + tl.arange(0, M)).to(tl.int64)
-        column = tl.program_id(1) * N + tl.arange(0, N)
+        pair, column = tile_places(order, tile, block, M, N)
         here, there = pair >= 0, column < inner
         features = inner * (2 if GATED else 1)
         token = tl.where(here, pair, 0) // TOP
         gate, up = multiply_codes(
-            x + token * columns, codes + expert * features * width, scale + expert * features * GROUPS,
-            zero + expert * features * GROUPS, columns, width, inner, features, column, here, there,
-            GATED, KIND, GROUP, SPAN, HALVES, ZERO, ROUNDED, WHOLE, PACKED, CONVERTS, M, N,
+            x + token * columns, codes, scale, zero, expert, columns, width, inner, features, column, here, there,
+            GATED, KIND, GROUP, GROUPS, SPAN, HALVES, ZERO, ROUNDED, WHOLE, PACKED, CONVERTS, M, N,
         )  # fmt: skip
         own = expert * features + column
         gate = scale_sums(gate, factor, x_scale, bias, own, token, here, there, ROUNDED, BIASED, CONVERTS)
@@ -179,17 +207,15 @@ def coded_experts_down_kernel(
     ZERO: tl.constexpr, ROUNDED: tl.constexpr, BIASED: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr,
     CONVERTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
+    tile, block = order_programs(tl.cdiv(hidden, N))
     expert = tl.load(owner + tile).to(tl.int64)
     if expert >= 0:
-        pair = tl.load(order + tile * M + tl.arange(0, M)).to(tl.int64)
-        column = tl.program_id(1) * N + tl.arange(0, N)
+        pair, column = tile_places(order, tile, block, M, N)
         here, there = pair >= 0, column < hidden
         row = tl.where(here, pair, 0)
         made, _ = multiply_codes(
-            x + row * columns, codes + expert * hidden * width, scale + expert * hidden * GROUPS,
-            zero + expert * hidden * GROUPS, columns, width, hidden, hidden, column, here, there,
-            False, KIND, GROUP, SPAN, HALVES, ZERO, ROUNDED, WHOLE, PACKED, CONVERTS, M, N,
+            x + row * columns, codes, scale, zero, expert, columns, width, hidden, hidden, column, here, there,
+            False, KIND, GROUP, GROUPS, SPAN, HALVES, ZERO, ROUNDED, WHOLE, PACKED, CONVERTS, M, N,
         )  # fmt: skip
         own = expert * hidden + column
         made = scale_sums(made, factor, x_scale, bias, own, row, here, there, ROUNDED, BIASED, CONVERTS)
@@ -200,18 +226,23 @@ def coded_experts_down_kernel(
 
 @triton.jit
 def multiply_codes(
-    x_row, codes, scale, zero, columns, width, inner, features, column, here, there,
-    GATED: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, HALVES: tl.constexpr,
-    ZERO: tl.constexpr, ROUNDED: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr, CONVERTS: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    x_row, codes, scale, zero, expert, columns, width, inner, features, column, here, there,
+    GATED: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SPAN: tl.constexpr,
+    HALVES: tl.constexpr, ZERO: tl.constexpr, ROUNDED: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr,
+    CONVERTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Returns sums [N, M] of an expert's features ``column`` and, if GATED, of those ``inner`` after them, with rows at
     ``x_row`` [M]: without factors, int32 if integers are multiplied.
     """
     SIZE: tl.constexpr = SPAN // HALVES
+    FOLDED: tl.constexpr = GROUP > 0 and M >= _FOLDED_PAIRS
+    SUMMED: tl.constexpr = GROUP > 0 and GROUP % SPAN == 0 and not FOLDED
+    SCALED: tl.constexpr = GROUP > 0 and not SUMMED
     acc = tl.zeros([N, M], tl.int32 if ROUNDED and KIND == _INT8 else tl.float32)
     up = tl.zeros([N, M], tl.int32 if ROUNDED and KIND == _INT8 else tl.float32)
-    first = codes + column.to(tl.int64) * width
+    first = codes + (expert * features + column) * width
+    scale += expert * features * GROUPS
+    zero += expert * features * GROUPS
     for i in range(0, tl.cdiv(columns, SPAN)):
         at = i * SIZE + tl.arange(0, SIZE)
         # Bytes of two codes are padded to whole steps.
@@ -222,7 +253,7 @@ def multiply_codes(
             other = tl.load((first + inner.to(tl.int64) * width)[:, None] + at[None, :], mask=inside, other=0)
         # A group of whole steps is summed before its scale is multiplied, as other weights are that have one a row.
         part, other_part = acc, up
-        if GROUP > 0 and GROUP % SPAN == 0:
+        if SUMMED:
             part, other_part = tl.zeros([N, M], tl.float32), tl.zeros([N, M], tl.float32)
         for half in tl.static_range(HALVES):
             begin = i * SPAN + half * SIZE
@@ -232,12 +263,12 @@ def multiply_codes(
             group = column
             if GROUP:  # the second half of the last step may lie beyond the last group
                 group = (tl.minimum(begin, columns - 1) // GROUP) * features + column
-            part = add_codes(part, held, values, scale + group, zero + group, there, half, KIND, GROUP % SPAN != 0,
+            part = add_codes(part, held, values, scale + group, zero + group, there, half, KIND, SCALED, FOLDED,
                              ZERO, ROUNDED, PACKED, CONVERTS)  # fmt: skip
             if GATED:
                 other_part = add_codes(other_part, other, values, scale + group + inner, zero + group + inner, there,
-                                       half, KIND, GROUP % SPAN != 0, ZERO, ROUNDED, PACKED, CONVERTS)  # fmt: skip
-        if GROUP > 0 and GROUP % SPAN == 0:
+                                       half, KIND, SCALED, FOLDED, ZERO, ROUNDED, PACKED, CONVERTS)  # fmt: skip
+        if SUMMED:
             at_group = scale + (i * SPAN // GROUP) * features + column
             part = acc + part * tl.load(at_group, mask=there, other=0.0).to(tl.float32)[:, None]
             if GATED:
@@ -249,10 +280,10 @@ def multiply_codes(
 @triton.jit
 def add_codes(
     acc, held, values, scale, zero, there, half: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
-    ZERO: tl.constexpr, ROUNDED: tl.constexpr, PACKED: tl.constexpr, CONVERTS: tl.constexpr,
+    FOLDED: tl.constexpr, ZERO: tl.constexpr, ROUNDED: tl.constexpr, PACKED: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Returns ``acc`` [N, M] plus the product of codes ``held`` [N, SIZE], of 4 bits the ``half`` of each byte, with
-    ``values`` [M, SIZE]; SCALED: times their scales.
+    ``values`` [M, SIZE]; SCALED: times their scales, FOLDED: which multiply the codes, each value rounded once.
     """
     if ROUNDED and KIND == _INT8:
         acc = tl.dot(held, tl.trans(values), acc, input_precision="ieee", out_dtype=tl.int32)
@@ -262,7 +293,14 @@ def add_codes(
             numbers = decode_fp4(held, half, values.dtype, PACKED)
         else:
             numbers = decode_codes(held, half, less, values.dtype, KIND, ZERO, PACKED, CONVERTS).to(values.dtype)
-        if SCALED:
+        if FOLDED:
+            size = tl.load(scale, mask=there, other=0.0)[:, None]
+            if KIND == _FP4:  # whose scales are powers of two
+                numbers *= size.to(values.dtype)
+            else:
+                numbers = (numbers.to(tl.float32) * size.to(tl.float32)).to(values.dtype)
+            acc = tl.dot(numbers, tl.trans(values), acc, input_precision="ieee")
+        elif SCALED:
             size = tl.load(scale, mask=there, other=0.0).to(tl.float32)
             acc += tl.dot(numbers, tl.trans(values), input_precision="ieee") * size[:, None]
         else:

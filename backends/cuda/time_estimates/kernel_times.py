@@ -27,6 +27,7 @@ class CardTimes:
 
     Args:
         bandwidth, flops: peaks of the card per second; bfloat16, dense.
+        l2_bandwidth: bytes per second of its L2 cache.
         weights_share, keys_share, rows_share: share of the bandwidth that reading weights, keys and anything else
         reaches.
         flops_share, attention_flops_share: share of the peak that products and attention reach.
@@ -41,6 +42,7 @@ class CardTimes:
 
     name: str
     bandwidth: float
+    l2_bandwidth: float
     flops: float
     processors: float
     weights_share: float
@@ -72,8 +74,8 @@ class CardTimes:
 
 
 SCALED = (
-    "bandwidth", "flops", "weights_share", "keys_share", "rows_share", "flops_share", "attention_flops_share", "gap",
-    "least", "clock", "graph", "all_reduce", "all_reduce_byte",
+    "bandwidth", "l2_bandwidth", "flops", "weights_share", "keys_share", "rows_share", "flops_share",
+    "attention_flops_share", "gap", "least", "clock", "graph", "all_reduce", "all_reduce_byte",
 )  # fmt: skip
 """Constants whose influence is reported, one at a time; that of the host's time is reported too."""
 
@@ -132,6 +134,8 @@ class RecordedKernel:
         instructions: of a lane for each of them.
         programs: of its grid; 0: unknown.
         rate: of its operations, over those of 16 bits.
+        loads: bytes that all its programs load, each as often as it is loaded; 0: unknown.
+        padding: operations of whole tiles over ``flops``.
     """
 
     name: str
@@ -142,6 +146,8 @@ class RecordedKernel:
     instructions: float = 0.0
     programs: int = 0
     rate: float = 1.0
+    loads: int = 0
+    padding: float = 1.0
 
 
 LANES = 128
@@ -149,16 +155,20 @@ LANES = 128
 
 
 def compute_kernel_seconds(kernel: RecordedKernel, card: CardTimes) -> float:
-    """Returns the seconds that the kernel runs: the longest of memory traffic, computation, decoding of codes, and what
-    any kernel takes.
+    """Returns the seconds that the kernel runs: the longest of memory traffic, loads from the L2 cache, computation,
+    decoding of codes, and what any kernel takes.
+
+    Loads reach the share of the cache's bandwidth that coalesced reads reach of the memory's.
     """
     if kernel.kind == COLLECTIVE:
         return card.all_reduce + card.all_reduce_byte * kernel.bytes
     share = {PRODUCT: card.weights_share, ATTENTION: card.keys_share}.get(kernel.kind, card.rows_share)
     computing = card.attention_flops_share if kernel.kind == ATTENTION else card.flops_share
+    operations = kernel.flops * kernel.padding
     return max(
         kernel.bytes / (card.bandwidth * share),
-        kernel.flops / (card.flops * computing * kernel.rate) * wave_factor(kernel.programs, card.processors),
+        kernel.loads / (card.l2_bandwidth * card.rows_share),
+        operations / (card.flops * computing * kernel.rate) * wave_factor(kernel.programs, card.processors),
         kernel.codes * kernel.instructions / (card.processors * LANES * card.clock),
         card.least,
     )

@@ -66,6 +66,7 @@ rows. Those of e5m2 are not counted: they are taken to be as many as e4m3's, or 
 EXPERT_DECODING = {
     16: {INT4: 4.2, INT8: 4.4, E4M3: 3.8, E5M2: 3.8, FP4: 5.5},
     64: {INT4: 8.7, INT8: 9.8, E4M3: 8.0, E5M2: 8.0, FP4: 9.9},
+    128: {INT4: 9.9, INT8: 12.6, E4M3: 11.6, E5M2: 11.6, FP4: 8.5},
 }
 """Pairs of a tile of experts -> the same of their kernels. Rounded activations by integers: ``INTEGERS``."""
 
@@ -126,7 +127,8 @@ class KernelRecorder:
         """Records a launch of a Triton kernel."""
         found = _READS.get(name, _all_bytes)(args, self._context)
         kind = ATTENTION if name in ATTENDING else HEAD if name in HEADS else ROWS
-        flops = codes = 0
+        flops = codes = loads = 0
+        padding = 1.0
         decoding = DECODING.get(f"{name}, {args.get('M')} rows") or DECODING.get(name, {})
         each = decoding.get(args.get("KIND", -1), 0.0)
         integers = name in INTEGER_PRODUCTS and args.get("ROUNDED") and args.get("KIND") == INT8
@@ -148,16 +150,18 @@ class KernelRecorder:
             codes = args["out"].numel()
         if name in EXPERTS:
             flops, programs = 2 * len(args["out"]) * args["weight"][0].numel(), 0
+        if name in (*EXPERTS, *CODED_EXPERTS):
+            loads, padding = _tile_traffic(args)
         if name in CODED_EXPERTS:
             each_expert = args["codes"].shape[1] * args["columns"]
             flops, programs = 2 * len(args["out"]) * each_expert, 0
             codes = round(_filled_tiles(len(args["codes"]), len(args["out"]), args["M"]) * each_expert)
-            of_kind = EXPERT_DECODING[16 if args["M"] == 16 else 64]
+            of_kind = EXPERT_DECODING[max(m for m in EXPERT_DECODING if m <= args["M"])]
             each = INTEGERS if integers else of_kind[args["KIND"]]
         if name in _STATE_PRODUCTS:
             codes, each = _STATE_PRODUCTS[name](args), 1.0
         waves = programs if flops else 0
-        self.kernels.append(RecordedKernel(name, kind, found, flops, codes, each, waves, rate))
+        self.kernels.append(RecordedKernel(name, kind, found, flops, codes, each, waves, rate, loads, padding))
 
     def record_call(self, name: str, args: object, out: object) -> None:
         """Records a call of torch."""
@@ -257,6 +261,22 @@ def _filled_tiles(count: int, pairs: int, rows: int) -> float:
     """
     chosen = _chosen_experts(count, pairs)
     return max(chosen, pairs / rows + chosen / 2)
+
+
+def _tile_traffic(args: KernelArguments) -> tuple[int, float]:
+    """Returns (bytes that the programs of experts load, rows of their tiles over the pairs that they have).
+
+    A program loads the rows of its tile and the weights of its features.
+    """
+    out, x, m = args["out"], args["x"], args["M"]
+    weight = args.get("weight", args.get("codes"))
+    assert isinstance(weight, Tensor)
+    count, features, width = weight.shape
+    columns = args.get("columns", width)
+    tiles, blocks = _filled_tiles(count, len(out), m), -(-out.shape[1] // args["N"])
+    beside = features // out.shape[1]  # 2: gates and ups
+    each = m * columns * x.itemsize + args["N"] * beside * width * weight.itemsize
+    return round(tiles * blocks * each), tiles * m / len(out)
 
 
 def _expert_bytes(args: KernelArguments, context: Sequence[int]) -> int:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from tests.oracles import interpreter
 from trencadis.backends.cpu.expert_mlp import route_tokens
 from trencadis.backends.cpu.reference_ops import ReferenceOps
-from trencadis.backends.cuda.kernels import fused_moe, tile_sizes
+from trencadis.backends.cuda.kernels import fused_moe, quantised_fused_moe, tile_sizes
 from trencadis.backends.cuda.ops import CudaOps, InvariantCudaOps
 from trencadis.backends.cuda.weights.stacked_experts import StackedExperts
 from trencadis.core.device.backend import ExpertBiases
@@ -111,6 +113,57 @@ def test_experts_without_gates(
     assert (got.float() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
 
 
+PROMPT = tile_sizes.Tile(128, 32, 4, 1)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_tiles_of_prompts_equal_the_reference(
+    dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole tiles of pairs and partly filled ones, more of them than follow each other; an expert without any pair."""
+    monkeypatch.setitem(tile_sizes.FORCED, "experts", PROMPT)
+    each, x, scores = weights(3, 40, 72, dtype), normal(1300, 72, seed=3).to(dtype), scores_of(1300, 3)
+    scores[:, 1] = -50.0
+    slow, ops = ReferenceOps(), CudaOps()
+    want = slow.experts(x.float(), scores, pack(slow, each, torch.device("cpu"), torch.float32), 1, True, "silu")
+    got = ops.experts(x.to(device), scores.to(device), pack(ops, each, device, dtype), 1, True, "silu").cpu()
+    assert (got.float() - want).abs().max() <= STEP[dtype] * want.abs().max()
+
+
+STEP = {torch.float32: 2e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+"""One step of a type, of its largest values."""
+
+
+def test_each_program_has_a_tile_and_a_block_of_its_own(device: torch.device) -> None:
+    """Eight tiles take all their blocks before the next eight do; the last ones are fewer."""
+    for tiles, blocks in ((1, 1), (3, 5), (8, 4), (21, 3), (16, 1)):
+        seen = torch.full((tiles * blocks, 2), -1, dtype=torch.int32, device=device)
+        programs_kernel[(tiles * blocks,)](seen, blocks)
+        order = [tuple(one) for one in seen.tolist()]
+        assert sorted(order) == [(tile, block) for tile in range(tiles) for block in range(blocks)]
+        assert [tile // 8 for tile, _ in order] == sorted(tile // 8 for tile, _ in order)
+        assert order[: min(8, tiles)] == [(tile, 0) for tile in range(min(8, tiles))]
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def programs_kernel(seen, blocks):
+    tile, block = quantised_fused_moe.order_programs(blocks)
+    tl.store(seen + 2 * tl.program_id(0), tile)
+    tl.store(seen + 2 * tl.program_id(0) + 1, block)
+
+
+@pytest.mark.parametrize(("tokens", "length"), [(16, "few"), (17, "many"), (64, "many"), (65, "prompt")])
+def test_classes_follow_from_pairs_and_experts(tokens: int, length: str) -> None:
+    """Tokens of an expert on average -> the class of tiles; on every architecture 16-bit tiles of prompts are
+    larger.
+    """
+    assert fused_moe.length_class(tokens * 128, 128) == length
+    for arch in tile_sizes.SHARED:
+        for gated in (0, 1):
+            many, prompt = (tile_sizes.find("experts", arch, 16, 0, gated, name) for name in ("many", "prompt"))
+            assert prompt.m == 128 and prompt.n * prompt.m > many.n * many.m
+
+
 @pytest.mark.parametrize(("n", "count", "top"), [(1, 4, 4), (3, 5, 1), (5, 40, 10), (16, 256, 8), (16, 3, 2)])
 def test_few_tokens_are_routed_in_one_launch(n: int, count: int, top: int, device: torch.device) -> None:
     """The one launch places tokens as the three do, also for scores that are equal, minus infinity or NaN."""
@@ -198,7 +251,7 @@ def test_a_token_has_the_same_bits_in_any_company(device: torch.device, monkeypa
     assert set(lengths) == {"many"}
     CudaOps().experts(x[:1], scores[:1], w, 2, True, "silu")
     CudaOps().experts(x, scores, w, 2, True, "silu")
-    assert lengths[-2:] == ["few", "many"]
+    assert lengths[-4:] == ["few", "few", "many", "many"], "of each launch both products"
 
 
 def test_room_is_enough_for_any_choice() -> None:

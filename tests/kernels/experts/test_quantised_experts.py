@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.experts.test_experts_kernels import TOLERANCE, normal, scores_of
+from tests.kernels.experts.test_experts_kernels import PROMPT, STEP, TOLERANCE, normal, scores_of
 from tests.oracles import interpreter
 from trencadis.backends.cpu.expert_mlp import SeparateExperts, run_chosen_experts
 from trencadis.backends.cpu.reference_ops import ReferenceOps
@@ -150,6 +150,25 @@ def test_activations_of_8_bits(
     x[2, 5] = float("nan")
     got = CudaOps().experts(x.to(device), scores.to(device), w, 2, True, "silu").cpu()
     assert got[2].isnan().all() and got[:2].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [pytest.param(name, dtype, marks=() if i % 4 == 0 else pytest.mark.long)
+     for i, (name, dtype) in enumerate((name, dtype) for name in SCHEMES for dtype in TOLERANCE)],
+)  # fmt: skip
+def test_tiles_of_prompts_equal_the_reference(
+    name: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales of groups multiply codes there, so that weights are rounded, too: within two steps of the type. Pairs fill
+    one tile and a part of another.
+    """
+    monkeypatch.setitem(tile_sizes.FORCED, "coded_experts", PROMPT)
+    some, x, scores = experts(SCHEMES[name], dtype), normal(150, HIDDEN, seed=4).to(dtype), scores_of(150, COUNT)
+    scores[:, 2] += 20.0
+    got = CudaOps().experts(x.to(device), scores.to(device), pack(CudaOps(), some, device), 1, True, "silu").cpu()
+    want = reference(x, scores, some, 1, "silu")
+    assert (got.float() - want).abs().max() <= 2 * STEP[dtype] * want.abs().max()
 
 
 def test_every_value_of_a_4_bit_float_is_exact(device: torch.device) -> None:
