@@ -268,5 +268,6 @@ def _launch_chunks(
         scan_kernel[(dv // columns, many, len(rows.count))](
             q, k, v, state, out, squares, facts, changes, rows.row_start, rows.slot, rows.source, rows.begins,
             rows.count, rows.row_chunk, q.stride(0), k.stride(0), v.stride(0), first, heads, RATIO=heads // groups,
-            DK=dk, DV=dv, V=columns, C=CHUNK, PIECE=PIECE, DELTA=delta, num_warps=4, num_stages=2,
+            DK=dk, DV=dv, V=columns, C=CHUNK, PIECE=PIECE, DELTA=delta, num_warps=4,
+            num_stages=2 if columns == 32 else 1,  # with two, 16 columns spill on sm_120
         )  # fmt: skip
