@@ -153,6 +153,20 @@ class DecodedPieces(NamedTuple):
     bytes: int = 0
 
 
+class WarmupTimes(NamedTuple):
+    """Estimated seconds of a warm-up, which measurements replace.
+
+    Args:
+        bucket: of each bucket, whatever its layers.
+        layer: of each layer of a bucket.
+        stage: of the first bucket of a stage, on a device whose kernels are compiled once for all shapes.
+    """
+
+    bucket: float = 0.5
+    layer: float = 0.15
+    stage: float = 0.0
+
+
 @dataclass(frozen=True)
 class Policy:
     """A backend's capabilities as data, which the planner and the launch splitter read.
@@ -242,6 +256,7 @@ class Policy:
             (core/memory/weight_bytes.py), and the numbers of slots are repeated for each of their columns.
         adapters: text buckets have the variant ``LORA``, whose launches have ``TextTensors.adapter``.
         stages: the backend has a ``pipe`` (core/launches/pipeline_transfer.py) if ``BackendConfig.stages`` is above 1.
+        warmup: how long compiling and capturing takes.
         group_bytes: bytes of a card's memory that its collectives take before ``Memory.total`` is read, where the card
             is one of several ranks.
         sum_bytes: number of ranks -> bytes of a card's memory that their sums take. A start finds them in use, since
@@ -305,6 +320,7 @@ class Policy:
     cross_attention_bytes: Callable[[Bucket, InputSizes], int] | None = None
     stages: bool = False
     recurrent: bool = False
+    warmup: WarmupTimes = WarmupTimes()
     group_bytes: int = 0
     sum_bytes: Callable[[int], int] = no_bytes
 

@@ -33,7 +33,9 @@ TIMERS = {
     "cuda": "trencadis.backends.cuda.time_estimates.time_report",
     "hpu": "trencadis.backends.hpu.decode_step_time_estimate",
 }
-"""Modules with ``times(model, ranks, card, rows, context, depth)`` and ``lines(report)``, for ``plan --time``."""
+"""Modules with ``times(model, ranks, card, rows, context, depth, attention=...)`` and ``lines(report)``, for
+``plan --time``.
+"""
 
 GROUP = "trencadis.backends"
 """Entry-point group under which an installed package offers ``make_backend``; its module also has ``pick_policy``."""

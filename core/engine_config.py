@@ -21,12 +21,18 @@ LOADERS = (
 WEIGHTS = ("bitsandbytes", "gguf", "modelopt", "modelopt_fp4", "mxfp4", "torchao", "quark", "aqlm", "hqq")
 """Values of vLLM's ``--quantization`` that are not supported here."""
 
-ATTENTION = (
-    "AUTO", "NONE", "NULL", "TRITON", "TRITON_ATTN", "CPU_ATTN", "HPU_ATTN", "HPU_ATTN_V1", "IPEX", "TORCH_SDPA",
+ATTENTION = ("AUTO", "NONE", "NULL")
+"""Values of vLLM's ``--attention-backend`` that leave the choice to the engine."""
+
+OWN_ATTENTION = "TRITON_ATTN"
+"""The device's own attention, whatever libraries are installed."""
+
+OWN_ATTENTION_NAMES = (
+    "TRITON", "CPU_ATTN", "HPU_ATTN", "HPU_ATTN_V1", "IPEX", "TORCH_SDPA",
     "XFORMERS", "FLEX_ATTENTION", "TREE_ATTN", "PALLAS", "NO_ATTENTION", "CUSTOM", "DUAL_CHUNK_FLASH_ATTN",
     "DIFFERENTIAL_FLASH_ATTN", "ROCM_FLASH", "ROCM_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN",
 )  # fmt: skip
-"""Values of vLLM's ``--attention-backend`` that select the device's own attention here."""
+"""Other values of vLLM's ``--attention-backend``, each of which means OWN_ATTENTION here."""
 
 ATTENTION_LIBRARIES = ("FLASH_ATTN", "FLASHINFER")
 
@@ -214,11 +220,14 @@ class EngineConfig:
         choices=("dynamic", "checkpoint"),
     )
     attention_backend: str = opt(
-        "", "library that attends to text on cuda, where it is installed: FLASH_ATTN (flash-attn) or FLASHINFER "
-        "(default: the device's own kernels)", kind="upper", choices=("", *ATTENTION_LIBRARIES),
+        "", "what attends to text on cuda: FLASH_ATTN (flash-attn, or torch's), FLASHINFER, or TRITON_ATTN, the own "
+        "kernels (default: own kernels, but flash-attn 3 to prompts where it is installed on Hopper)", kind="upper",
+        choices=("", *ATTENTION_LIBRARIES, OWN_ATTENTION),
         means={
             **dict.fromkeys([*ATTENTION, *(name + OLDER_ATTENTION for name in ATTENTION)], ""),
-            **{name + OLDER_ATTENTION: name for name in ATTENTION_LIBRARIES},
+            **dict.fromkeys(OWN_ATTENTION_NAMES, OWN_ATTENTION),
+            **dict.fromkeys((name + OLDER_ATTENTION for name in OWN_ATTENTION_NAMES), OWN_ATTENTION),
+            **{name + OLDER_ATTENTION: name for name in (*ATTENTION_LIBRARIES, OWN_ATTENTION)},
         },
         env=("VLLM_ATTENTION_BACKEND",),
     )  # fmt: skip

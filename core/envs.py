@@ -192,6 +192,10 @@ TABLE: tuple[Env, ...] = (
         "cuda: from sm_90 on, a kernel of a fused layer starts while the one before it ends",
     ),
     Env(
+        "TRENCADIS_CUDA_BLOCK_PRODUCTS", "bool", "true",
+        "cuda: weights of fp8 in blocks of 128 are multiplied by activations in fp8, where their scheme rounds them",
+    ),
+    Env(
         "TRENCADIS_CUDA_PEER_SUMS", "bool", "true",
         "cuda: ranks sum up to 4 MiB over each other's memory, where a check at the start finds the sums right",
     ),

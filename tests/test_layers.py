@@ -155,7 +155,7 @@ TORCH: dict[str, frozenset[str]] = {
     "backends/cuda/kernels/peers": EVERY,
     "backends/cuda/launches": EVERY,
     "backends/cuda/attention_libraries": frozenset(
-        {"attention_library_selector", "library_attention", "ops_with_attention_library"}
+        {"attention_library_selector", "library_attention", "ops_with_attention_library", "startup_comparison"}
     ),
     "backends/cuda/time_estimates": frozenset({"meta_launch_recorder"}),
     "backends/cuda/cpu_twin": EVERY,

@@ -30,7 +30,7 @@ from trencadis.backends.cuda.kernels.attention_metadata import (
     SingleAttn,
     SingleCrossAttention,
 )
-from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import DRAWN, FEW, READ
+from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import DRAWN, FEW, MANY, READ
 from trencadis.core.device.backend import LayerKV
 
 Case = tuple[str, Callable[[], None]]
@@ -103,8 +103,11 @@ def text(kernel: str) -> Callable[[int], Iterator[Case]]:
 
     def cases(arch: int) -> Iterator[Case]:
         single = kernel == "attend_decode"
+        plain = {e.head for e in tile_sizes.entries(kernel, arch) if e.length == "plain"}
         for e, d, dtype in entries(kernel, arch):
-            tokens = {"any": 16, "short": 64}.get(e.length, 2 * FEW)
+            if e.length == "plain":  # the tile of long launches over blocks of 16, below
+                continue
+            tokens = {"any": 16, "short": 64}.get(e.length, 2 * MANY)
 
             def run(
                 d: int = d, dtype: torch.dtype = dtype, tokens: int = tokens, block: int = 16, **options: Any
@@ -113,12 +116,14 @@ def text(kernel: str) -> Callable[[int], Iterator[Case]]:
                 attended(q, held, items(single, tokens, "window" in options and not single), **options)
 
             yield name(dtype, d, e.length, "block 16"), run
-            if dtype == torch.bfloat16 and e.length != "short":
+            if e.length != "short" and (dtype == torch.bfloat16 or d in plain):
                 yield name(dtype, d, e.length, "block 128"), partial(run, block=128)
             if windowed(dtype, d):
                 yield name(dtype, d, e.length, f"window {WINDOW}"), partial(run, window=WINDOW)
             if e.length == "short":
                 yield name(dtype, d, e.length, "alike"), partial(run, alike=True)
+                if dtype != torch.float16:
+                    yield name(dtype, d, e.length, f"{2 * FEW} tokens"), partial(run, tokens=2 * FEW)
 
     return cases
 
@@ -130,7 +135,7 @@ def over_codes(kernel: str) -> Callable[[int], Iterator[Case]]:
         single = kernel == "attend_decode_codes"
         for e, d, dtype in entries(kernel, arch):
             for codes in (torch.int8, torch.uint8):
-                tokens = {"any": 16, "short": 64}.get(e.length, 2 * FEW)
+                tokens = {"any": 16, "short": 64}.get(e.length, 2 * MANY)
 
                 def run(d: int = d, dtype: torch.dtype = dtype, n: int = tokens, codes: torch.dtype = codes) -> None:
                     q, held = torch.zeros(n, GROUP * GROUPS, d, dtype=dtype), coded(d, dtype, BLOCK, codes)

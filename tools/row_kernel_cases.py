@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trencadis.backends.cuda.kernels import (
     activation,
+    block_scaled_linear,
     gather_scatter,
     input_embeddings,
     lora_shrink_expand,
@@ -17,8 +18,9 @@ from trencadis.backends.cuda.kernels import (
     sample,
     tile_sizes,
 )
-from trencadis.backends.cuda.kernels.layers import rounded_rows, skinny_gemm, skinny_quantised_gemm
-from trencadis.backends.cuda.weights.quantised_weight import E4M3, QuantisedWeight, pack_quantised_weight
+from trencadis.backends.cuda.kernels.activation_rounding import Rounding, round_few, round_to
+from trencadis.backends.cuda.kernels.layers import skinny_gemm, skinny_quantised_gemm
+from trencadis.backends.cuda.weights.quantised_weight import E4M3, INT8, QuantisedWeight, pack_quantised_weight
 from trencadis.core.device.backend import AdapterWeights, HeadTensors, ResetTensors, SamplerState
 from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
@@ -147,6 +149,10 @@ def products(arch: int) -> Iterator[Case]:
         w = pack_quantised_weight(q, None, arch)
         if w.rounds:  # 8-bit floats from sm_89 on
             yield from rounded_products(f"bfloat16 {label}", w)
+    if arch == block_scaled_linear.HOPPER:
+        for rows, label in ((block_scaled_linear.VALUES_ROWS, "few"), (1024, "many")):
+            how = block_scaled_linear.choose_rounding(rows, torch.bfloat16)
+            yield from roundings(f"bfloat16 fp8 in blocks, {label} rows", how)
 
 
 def rounded_products(name: str, w: QuantisedWeight) -> Iterator[Case]:
@@ -169,8 +175,19 @@ def rounded_products(name: str, w: QuantisedWeight) -> Iterator[Case]:
             yield f"{name}, {part}{few}", run
     x, wide = (torch.empty(16, width, dtype=torch.bfloat16) for width in (w.in_features, 18_944))
     norm = skinny_gemm.NormOf(x[0], 1e-6, x, torch.empty_like(x))
-    yield f"{name}, rounded behind a norm", lambda: (rounded_rows.round_rows(x, w.kind, norm), None)[1]
-    yield f"{name}, rounded", lambda: (rounded_rows.round_rows(wide, w.kind), None)[1]
+    yield f"{name}, rounded behind a norm", lambda: (round_few(x, w.kind, norm), None)[1]
+    yield f"{name}, rounded", lambda: (round_few(wide, w.kind), None)[1]
+    how = Rounding(w.kind, torch.int8 if w.kind == INT8 else torch.float8_e4m3fn)
+    yield from roundings(f"{name}, many rows", how)
+
+
+def roundings(name: str, how: Rounding) -> Iterator[Case]:
+    """Rounding of many rows: alone, behind a norm with its residual, and behind SiLU."""
+    x, gate_up = (torch.empty(4, width, dtype=torch.bfloat16) for width in (HIDDEN, 2 * INTERMEDIATE))
+    norm = skinny_gemm.NormOf(x[0], 1e-6, x, torch.empty_like(x))
+    yield f"{name}, rounded", lambda: (round_to(x, how), None)[1]
+    yield f"{name}, rounded within a norm", lambda: (round_to(x, how, norm), None)[1]
+    yield f"{name}, rounded within SiLU", lambda: (round_to(gate_up, how, gate=True), None)[1]
 
 
 def fused_products(name: str, w: QuantisedWeight, dtype: torch.dtype) -> Iterator[Case]:

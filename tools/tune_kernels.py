@@ -4,9 +4,10 @@
                                                                 on a GPU: measures, writes after each entry
     python tools/tune_kernels.py --dry-run [--arch 90]          anywhere: lists the candidates
 
-A candidate costs a second or two of compilation, an entry of a table a minute or more; what is left when the minutes
-are over keeps its tile. A candidate is left out where it does not compile, does not fit the shared memory or (16-bit)
-spills. The best is the least sum of times, each relative to the table's present tile, over launches of serving size.
+A candidate costs a second or two of compilation, an entry of a table a minute or more. Within ``--minutes`` each entry
+has the same share of the time that is left and tries the tiles that are most like the present one first. A candidate is
+left out where it does not compile, does not fit the shared memory or (16-bit) spills. The best is the least sum of
+times, each relative to the table's present tile, over launches of serving size.
 Nothing is tuned while serving: tables are read.
 """
 
@@ -19,7 +20,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +31,7 @@ import torch  # noqa: E402
 from benchmarks.kernels import attention_cases as cases  # noqa: E402
 from benchmarks.kernels import layer_cases, quantised_cases  # noqa: E402
 from tools import kernel_resources  # noqa: E402
+from tools.compiled.assembly import UNGUARDED  # noqa: E402
 from trencadis.backends.cuda.kernels import tile_sizes, vision_attention  # noqa: E402
 from trencadis.backends.cuda.kernels.layers import skinny_quantised_gemm  # noqa: E402
 from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import FEW  # noqa: E402
@@ -39,29 +41,52 @@ from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme  # noq
 
 WARPS, STAGES = (4, 8), (1, 2, 3, 4)
 GRIDS = {
-    "attend_prefill": ((16, 32, 64, 128), (16, 32, 64)),
-    "attend_decode": ((16,), (16, 32, 64)),
-    "attend_windows": ((16, 32, 64), (64,)),
-    "attend_images": ((32, 64, 128), (16, 32, 64)),
-    "quantised": ((16, 32, 64, 128), (32, 64, 128)),
     "skinny": ((16,), (16, 32, 64)),
+    "attend_decode": ((16,), (16, 32, 64)),
+    "attend_prefill": ((16, 32, 64, 128), (16, 32, 64, 128)),
     "coded_skinny": ((8, 16), (32, 64, 128)),
     "experts": ((16, 32, 64, 128), (32, 64, 128)),
     "coded_experts": ((16, 32, 64, 128), (16, 32, 64, 128)),
+    "quantised": ((16, 32, 64, 128), (32, 64, 128)),
+    "attend_windows": ((16, 32, 64), (64,)),
+    "attend_images": ((32, 64, 128), (16, 32, 64)),
+    "attend_decode_codes": ((16,), (16, 32, 64)),
+    "attend_prefill_codes": ((16, 32, 64, 128), (16, 32, 64)),
+    "attend_pictures": ((16, 32, 64), (16, 32, 64)),
 }
-"""Query and key sizes of candidate tiles, rows and features of products: powers of two within the kernels' limits."""
+"""Query and key sizes of candidate tiles, rows and features of products: powers of two within the kernels' limits.
+
+In the order in which they are tuned: what takes most of a step first.
+"""
+
+
+MOST_KEYS = 64
+"""Keys of a step of prompts, but for launches that ``paged_attention.length_classes`` calls plain: with masks of
+windows, or blocks of 128 slots, more keys spill, which a launch that is measured here does not show.
+"""
 
 
 def candidates(kernel: str, entry: TileEntry) -> Iterator[Tile]:
-    """Every tile worth compiling for ``entry``; float32 products are not pipelined."""
+    """Every tile worth compiling for ``entry``, those most like its present one first; float32 products are not
+    pipelined.
+    """
     queries, keys = GRIDS[kernel]
     stages = STAGES if (entry.bits == 16 and kernel != "attend_windows") or kernel in PRODUCTS else (1,)
     counts = (2, 4) if kernel in ("coded_skinny", "coded_experts") else WARPS
-    for m, n, warps, count in itertools.product(queries, keys, counts, stages):
+    tiles = itertools.starmap(Tile, itertools.product(queries, keys, counts, stages))
+    for m, n, warps, count in sorted(tiles, key=lambda tile: unlikeness(tile, entry.tile)):
         if kernel == "coded_skinny" and (m == skinny_quantised_gemm.FEW) != (entry.length == "few"):
+            continue
+        if kernel == "attend_prefill" and n > MOST_KEYS and entry.length != "plain":
             continue
         if m >= entry.group and (kernel in PRODUCTS or STEP % n == 0) and m * n >= 32 * warps:
             yield Tile(m, n, warps, count)
+
+
+def unlikeness(tile: Tile, other: Tile) -> float:
+    """How often one has to be doubled or halved to become the other; a stage more or less counts as half."""
+    doubled = sum(abs(math.log2(a / b)) for a, b in zip(tile[:3], other[:3], strict=True))
+    return doubled + abs(tile.stages - other.stages) / 2
 
 
 PRODUCTS = ("quantised", "skinny", "coded_skinny", "experts", "coded_experts")
@@ -83,12 +108,17 @@ def launches(kernel: str, entry: TileEntry, device: torch.device) -> list[cases.
     models = [cases.Model(16, 2, d, dtype), cases.Model(28, 4, d, dtype)]
     if entry.bits == 32:
         models = [cases.Model(m.heads, m.kv_heads, d, torch.float32) for m in models]
-    short = entry.length == "short"
-    if kernel == "attend_decode":
-        return [cases.decode(m, rows, n, device) for m in models for rows, n in ((1, 8192), (16, 2048), (128, 1024))]
-    if kernel == "attend_prefill":
-        sizes = (64, FEW - 1) if short else (1024, 4096)
-        return [cases.prefill(m, tokens, device) for m in models for tokens in sizes]
+    short, codes = entry.length == "short", torch.int8 if kernel.endswith("_codes") else None
+    if kernel.startswith("attend_decode"):
+        sizes = ((1, 8192), (16, 2048), (128, 1024))
+        return [cases.decode(m, rows, n, device, codes=codes) for m in models for rows, n in sizes]
+    if kernel.startswith("attend_prefill"):
+        lengths = (64, FEW - 1) if short else (1024, 4096)
+        return [cases.prefill(m, tokens, device, codes=codes) for m in models for tokens in lengths]
+    if kernel == "attend_pictures":
+        single = entry.length == "one"
+        counts = (1, 16) if single else (256, 2048)
+        return [cases.cross_attention(models[-1], n, 6404, device, decode=single) for n in counts]
     slots = (vision_attention.SHORT - 64,) if short else (4096, 12544)
     return [cases.vision(kernel == "attend_images", s, 2, device, d=d) for s in slots]
 
@@ -117,13 +147,15 @@ def skinny_products(entry: TileEntry, device: torch.device, codes: tuple[str, ..
 
 
 def usable(case: cases.Case, entry: TileEntry, kernel: str, tile: Tile) -> bool:
-    """Whether ``tile`` compiles for the entry's architecture, fits and (16 bits) does not spill."""
+    """Whether ``tile`` compiles for the entry's architecture, fits, waits for its products and (16 bits) does not
+    spill.
+    """
     tile_sizes.FORCED[kernel] = tile
     try:
         found = [kernel_resources.compiled(case.name, x, entry.arch) for x in kernel_resources.record(case.run)]
     finally:
         tile_sizes.FORCED.clear()
-    return all(r.fits and (entry.bits == 32 or not r.stack) for r in found)
+    return all(r.fits and r.wait != UNGUARDED and (entry.bits == 32 or not r.stack) for r in found)
 
 
 def seconds(run: Callable[[], object], budget: float) -> float:
@@ -183,7 +215,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kernels", nargs="*", default=list(GRIDS), choices=list(GRIDS))
     parser.add_argument("--seconds", type=float, default=0.05, help="seconds of measuring per candidate and launch")
-    parser.add_argument("--heads", type=int, nargs="*", help="only entries for heads up to these sizes exactly")
+    parser.add_argument(
+        "--heads", type=int, nargs="*", help="of attention only entries for heads up to these sizes exactly"
+    )
     parser.add_argument("--bits", type=int, choices=(16, 32), help="only entries of so many bits a value")
     parser.add_argument("--minutes", type=float, default=math.inf, help="try no further candidates after so long")
     parser.add_argument("--out", type=Path, default=tile_sizes.FOLDER, help="folder of the tables")
@@ -203,17 +237,34 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     arch, end = tile_sizes.arch_of(device), time.monotonic() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
-    for kernel in args.kernels:
-        entries = list(tile_sizes.table(kernel))
-        known = max((a for a in tile_sizes.SHARED if a <= arch), default=0)
-        entries += [e for e in tile_sizes.entries(kernel, known) if e not in entries]  # its kin's so far
-        for i, entry in enumerate(entries):
-            wanted = (not args.heads or entry.head in args.heads) and args.bits in (None, entry.bits)
-            if entry.arch == known and wanted and time.monotonic() < end:
-                entries[i] = entry._replace(tile=tuned(kernel, entry, device, args.seconds, end))
+    known = max((a for a in tile_sizes.SHARED if a <= arch), default=0)
+    wanted = {kernel: list(wanted_entries(kernel, known, args.heads, args.bits)) for kernel in args.kernels}
+    left = sum(map(len, wanted.values()))
+    for kernel, places in wanted.items():
+        entries = all_entries(kernel, known)
+        for i in places:
+            now = time.monotonic()
+            if now < end:
+                tile = tuned(kernel, entries[i], device, args.seconds, now + (end - now) / left)
+                entries[i] = entries[i]._replace(tile=tile)
                 write(kernel, entries, args.out)
                 torch.cuda.empty_cache()
+            left -= 1
     return 0
+
+
+def all_entries(kernel: str, arch: int) -> list[TileEntry]:
+    """The lines of a table, and those that ``arch`` has from its kin so far."""
+    entries = list(tile_sizes.table(kernel))
+    return entries + [e for e in tile_sizes.entries(kernel, arch) if e not in entries]
+
+
+def wanted_entries(kernel: str, arch: int, heads: Sequence[int] | None, bits: int | None) -> Iterator[int]:
+    """Which of ``all_entries`` are tuned: those of ``arch``, in attention for heads up to one of ``heads`` exactly."""
+    for i, entry in enumerate(all_entries(kernel, arch)):
+        of_heads = kernel in PRODUCTS or not heads or entry.head in heads
+        if entry.arch == arch and of_heads and bits in (None, entry.bits):
+            yield i
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from trencadis.backends.cuda.cpu_offloaded_layers import HostLayerOps
 from trencadis.backends.cuda.kernels import (
     activation,
     attention_metadata,
+    block_scaled_linear,
     causal_conv,
     cross_attend,
     delta_net_step,
@@ -50,7 +51,7 @@ from trencadis.backends.cuda.kernels.attention_metadata import (
     ItemRows,
     SingleAttn,
 )
-from trencadis.backends.cuda.kernels.layers import fused_layer, skinny_gemm
+from trencadis.backends.cuda.kernels.layers import fused_layer, fused_rounding, skinny_gemm
 from trencadis.backends.cuda.shape_policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
 from trencadis.backends.cuda.weights.stacked_experts import StackedExperts, stack_experts
@@ -76,6 +77,7 @@ from trencadis.core.device.launch_tensors import CrossAttentionTensors, Recurren
 from trencadis.core.models.decoder_layer import DecoderLayer
 from trencadis.core.models.model_and_ops_api import DeltaNetWeights, RecurrentState
 from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.quantised_weight_layout_and_bytes import has_block_scales
 from trencadis.core.vision_config import WINDOW_SLOTS
 
 T = TypeVar("T")
@@ -153,18 +155,25 @@ class CudaOps(HostLayerOps, ReferenceOps):
 
     def layer(self, run: Callable[..., T], *args: Any) -> T:
         """Runs a layer as ``backend.Ops`` says; a decoder layer of few tokens without adapters in six launches if it
-        can be fused.
+        can be fused, and one of more tokens whose products round their activations within the kernels before them.
         """
-        if self.fuses_layers and len(args) == DECODER_ARGS and fused_layer.can_fuse(run, args[0], args[-1], args[-2]):
-            assert self._arrived is not None
-            made: Any = fused_layer.FusedLayer(cast(DecoderLayer, run), self._arrived, self.query_group)
-            return super().layer(made, *args)  # type: ignore[no-any-return]
-        return super().layer(run, *args)
+        if not self.fuses_layers or len(args) != DECODER_ARGS:
+            return super().layer(run, *args)
+        assert self._arrived is not None
+        made: Any = run
+        if fused_layer.can_fuse(run, args[0], args[-1], args[-2]):
+            made = fused_layer.FusedLayer(cast(DecoderLayer, run), self._arrived, self.query_group)
+        elif fused_rounding.can_fuse(run, args[0]):
+            made = fused_rounding.RoundingLayer(cast(DecoderLayer, run))
+        return super().layer(made, *args)  # type: ignore[no-any-return]
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """Packs the codes unchanged, with their scales."""
         self._allocate_counters(q.data.device)
-        return pack_quantised_weight(q, bias, tile_sizes.arch_of(q.data.device))
+        device = q.data.device
+        if has_block_scales(q.scheme, *q.shape):
+            block_scaled_linear.try_product(device, q.dtype)
+        return pack_quantised_weight(q, bias, tile_sizes.arch_of(device), block_scaled_linear.possible(device))
 
     def prepare_adapters(self, slot: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
         return slot

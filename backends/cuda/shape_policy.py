@@ -18,6 +18,7 @@ from trencadis.core.device_shape_policy import (
     GraphMemory,
     InputSizes,
     Policy,
+    WarmupTimes,
     no_bytes,
 )
 from trencadis.core.errors import StartupError
@@ -25,7 +26,11 @@ from trencadis.core.kv_cache_format import FP8, INT8
 from trencadis.core.quant.quantised_weight_layout_and_bytes import CODES, DECODED_BYTES, DECODED_ROWS
 from trencadis.core.vision_config import WINDOW_SLOTS
 
-FLASH_ATTN, FLASHINFER = "FLASH_ATTN", "FLASHINFER"
+FLASH_ATTN, FLASHINFER, OWN_KERNELS = "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"
+"""Values of ``--attention-backend``; the last one asks for this engine's own kernels."""
+
+FLASH_3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
+"""Modules in which the wheels of FlashAttention 3 put it."""
 
 ALIGNMENT = 256
 PROCESSORS = 132
@@ -38,6 +43,11 @@ need more do not cut keys.
 
 SPARE_INTS = 64 << 10
 """Bytes added to the arrays of a plan whose sizes are known here."""
+
+HOPPER_ARRAYS = 8
+"""Arrays of a plan of FlashInfer's FlashAttention-3 kernels, with a value for each tile of queries of each head
+(flashinfer/attention/scheduler.cuh, ``PrefillSM90Plan``); DECODE does not use them.
+"""
 
 SLOTS, TILES = 2, (16, 64, 128)
 """Programs per processor, and choices of queries per program, of FlashInfer's scheduler."""
@@ -69,7 +79,9 @@ def plan_bytes(
     tiles, queries = tiles_of(bucket, group, kv_heads, processors)
     floats = 4 * group * kv_heads * tiles * queries * (head_dim + 1)
     ints = 4 * (3 * tiles + rows_of(bucket) + padded_tokens(bucket)) + tiles + SPARE_INTS
-    return (floats if floats <= MOST_FLOATS else 0), align_up(ints)
+    works = (-(-padded_tokens(bucket) // TILES[-1]) + rows_of(bucket) - 1) * group * kv_heads
+    hopper = HOPPER_ARRAYS * 4 * works + SPARE_INTS if bucket.stage is not Stage.DECODE else 0
+    return (floats if floats <= MOST_FLOATS else 0), align_up(max(ints, hopper))
 
 
 def align_up(size: int) -> int:
@@ -78,7 +90,7 @@ def align_up(size: int) -> int:
 
 
 def flash_bytes(bucket: Bucket, sizes: InputSizes) -> int:
-    """Returns 0: FlashAttention allocates its working memory from the pool of a graph."""
+    """Returns 0: FlashAttention and own kernels allocate their working memory from the pool of a graph."""
     return 0
 
 
@@ -104,6 +116,11 @@ ALIGNED = 32
 WORKSPACE = 32 << 20
 """Bytes of torch's cuBLAS workspace from sm_90 on; 8 MiB before that."""
 
+WARMUP = WarmupTimes(bucket=0.05, layer=0.006, stage=10.0)
+"""Logs of vLLM's captures say 0.06 to 0.4 seconds a graph of 16 to 36 layers (vllm-project/vllm, pull requests 11349,
+22897 and 46389). The dozen kernels of a stage are compiled once for all of its shapes, at 0.8 seconds each on a core of
+an EPYC Zen 5 (``tools/kernel_resources.py``); later starts find them in Triton's cache.
+"""
 SUMS_ENV = "TRENCADIS_CUDA_PEER_SUMS"
 
 SUMS_ONCE, SUMS_TWICE = 512 << 10, 4 << 20
@@ -158,8 +175,9 @@ SERVING = Policy(
     drawn_head=True,
     drafts=True,
     fused_tokens=16,  # kernels/layers/fused_layer.py; a test compares
-    attention={FLASH_ATTN: flash_bytes, FLASHINFER: infer_bytes},
+    attention={FLASH_ATTN: flash_bytes, FLASHINFER: infer_bytes, OWN_KERNELS: flash_bytes},
     graph_memory=GraphMemory(library=WORKSPACE),
+    warmup=WARMUP,
     ridge=300.0,
     decoded=DecodedPieces(DECODED_ROWS, DECODED_BYTES),
     inputs=input_bytes,

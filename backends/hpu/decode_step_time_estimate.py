@@ -90,11 +90,13 @@ def spread_bytes(model: ModelConfig, rows: int, context: int, ranks: int = 1) ->
 def times(
     model: ModelConfig, ranks: int = 1, name: str = "", rows: Sequence[int] = ROWS,
     contexts: Sequence[int] = CONTEXTS, depth: int = 1, verified: Sequence[Bucket] = (),
+    attention: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Computes the report as plain values, in seconds.
 
     Args:
         verified: VERIFY buckets of the plan; their steps are not estimated.
+        attention: value of ``--attention-backend``, which changes nothing on these cards.
 
     Raises:
         StartupError: there are no figures of the card.

@@ -53,6 +53,14 @@ CLAIMS = (
         True,
         "x",
     ),
+    Claim(
+        "block_prefill",
+        "quantised",
+        "fp8 in blocks of 128, 4,096 rows: times cuBLAS in bfloat16, worst",
+        1.3,
+        True,
+        "x",
+    ),
     Claim("drafts1", "drafts", "3B, a predicted answer at c=1: tokens/s over those without drafts", 2, True, "x"),
     Claim("drafts128", "drafts", "3B, predicted answers at c=128: tokens/s over those without", 0.97, True, "x"),
     Claim("adapters32", "adapters", "3B, 8 adapters of rank 16 at c=32: tokens/s over the base's", 0.85, True, "x"),
@@ -98,6 +106,7 @@ def kernel_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "gemv8": [r["share"] for r in wide],
         "gemv4": [r["share"] for r in named(r"^quantised int4, 1 rows")],
         "fp8_prefill": [t for r in named(r"^quantised fp8 by fp8, 4096 rows") for t in times(r)],
+        "block_prefill": [t for r in named(r"^quantised fp8 in blocks, 4096 rows") for t in times(r)],
     }
     return {name: abs(min(values)) for name, values in found.items() if values}
 

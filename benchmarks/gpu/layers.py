@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from trencadis.core.quant.quantised_tensor import QTensor
+    from trencadis.core.quant.quantised_weight_layout_and_bytes import Scheme
+
 EPS, BASE = 1e-6, 1e6
 
 
@@ -111,7 +114,8 @@ class LayerRun:
         }  # fmt: skip
         made: dict[str, Any] = {n: self._random(*size, scale=size[1] ** -0.5) for n, size in sizes.items()}
         if quantised is not None:
-            made = {n: online_quant.quantise(w, quantised, self.dtype) for n, w in made.items()}
+            quantise = quantise_blocks if quantised.block > 1 else online_quant.quantise
+            made = {n: quantise(w, quantised, self.dtype) for n, w in made.items()}
         made |= {n: 1 + self._random(s.hidden, scale=0.1) for n in ("input_norm", "post_norm")}
         sinks = 2 * self._random(s.heads).float() if s.sinks else None
         return made | {"bias": self._random(sizes["qkv"][0], scale=0.1), "sinks": sinks}
@@ -202,6 +206,19 @@ class LayerRun:
             scores = torch.cat([scores, self.weights["sinks"].to(self.device, dtype)[:, None]], 1)
         shares = scores.softmax(1)[:, : len(keys)]
         return torch.einsum("hk,khd->hd", shares, values)
+
+
+def quantise_blocks(weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> QTensor:
+    """Quantises a weight [out, in] with one scale for each block of rows and columns, both of whole blocks."""
+    from trencadis.core.quant.online_quant import codes_of, spread
+    from trencadis.core.quant.quantised_tensor import QTensor
+
+    rows, columns = weight.shape
+    blocks = weight.float().abs().view(rows // scheme.block, scheme.block, columns // scheme.group, scheme.group)
+    largest = blocks.amax((1, 3))
+    scale = (largest / 448).repeat_interleave(scheme.block, 0)
+    codes = codes_of(weight.float(), spread(scale, columns, scheme.group), scheme)
+    return QTensor(scheme, codes, scale, None, scheme.group, None, dtype)
 
 
 class LayerResult(NamedTuple):

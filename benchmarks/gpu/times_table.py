@@ -35,9 +35,6 @@ WEIGHTS = {"bfloat16": "", "fp8": "fp8", "int4": "int4"}
 BITS = {"fp8": 8.0, "int4": 4.125}
 """Bits of a stored weight; int4 with a float16 scale for each 128."""
 
-FLASH_ATTENTION_3 = 0.655
-"""Share of an H100's peak: 648 TFLOPS of 989, causal, heads of 128, 16k tokens (arXiv 2407.08608, figure 5)."""
-
 ROWS, PROMPTS = (1, 16, 32, 64, 256), (2048, 8192, 32_768)
 
 
@@ -63,7 +60,7 @@ def estimate_vllm(
     prompts: Sequence[int] = PROMPTS,
 ) -> Estimates:  # fmt: skip
     """Estimates vLLM on the 16-bit ``model`` with weights of ``kind``; "": 16 bits."""
-    on = replace(on, attention_flops_share=FLASH_ATTENTION_3)
+    on = on.with_flash_attention_3()
     recorder = DecodeRecorder(model, ranks, int(on.processors), whole_layers=False)
 
     def launch(kernels: Sequence[RecordedKernel], count: int) -> list[RecordedKernel]:

@@ -234,7 +234,8 @@ class DeviceStart:
     @property
     def _code(self) -> str:
         """The version of what decides the seconds of launches."""
-        c, chosen = self.config, (type(self.backend).__module__, self.backend.policy.graphless)
+        c, ops = self.config, type(self.backend.ops).__name__
+        chosen = type(self.backend).__module__, self.backend.policy.graphless, ops
         kinds = c.quantization, c.kv_cache_dtype, c.attention_backend, c.enforce_eager
         return graph_measurement_cache.digest_code(*chosen, *kinds)
 

@@ -35,7 +35,7 @@ from trencadis.core.engine.kv_offload_setup import open_block_pool, open_state_p
 from trencadis.core.engine.startup_checks import check_chunking, check_start, format_notes
 from trencadis.core.engine.startup_plan import shape_limits
 from trencadis.core.engine.workload_trace_writer import RequestTrace
-from trencadis.core.engine_config import EngineConfig
+from trencadis.core.engine_config import ATTENTION_LIBRARIES, EngineConfig
 from trencadis.core.engine_stats import EngineInfo
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.executor_interface import Executor
@@ -270,7 +270,7 @@ def open_rank(config: EngineConfig, rank_info: RankInfo, progress: Progress) -> 
     policy = package.pick_policy(config.policy)
     check_start(config, model_config, policy, device)
     drafter = find_drafter(config, model_config)
-    if config.attention_backend and config.attention_backend not in policy.attention and rank_info.rank == 0:
+    if config.attention_backend in ATTENTION_LIBRARIES and not policy.attention and rank_info.rank == 0:
         log.info(f"--attention-backend {config.attention_backend} has no effect: {device} has its own attention")
     dtype: torch.dtype = package.pick_dtype(config.dtype, model_config.dtype)
     limits = shape_limits(config, model_config, policy, ImageNeeds())

@@ -181,6 +181,7 @@ class DryRun:
         found = MemoryEstimator(
             self.model, device.itemsize, device.ranks, inputs, block, policy.graph_memory, policy.quantised,
             policy.aligned, policy.cross_attention_bytes, slot_sizes(asked, policy.joined_adapters), policy.decoded,
+            policy.warmup,
         )  # fmt: skip
         if self.draft is None or not policy.rules:
             return found
@@ -489,7 +490,7 @@ class DryRun:
     def _seconds(self, plan: Plan) -> dict[Bucket, float]:
         """Returns the seconds to compile and capture each bucket."""
         known = self.measured.seconds if self.measured else {}
-        return {b: known.get(b, self.estimator.seconds(b)) for b in plan.buckets}
+        return self.estimator.warmup_seconds(plan.buckets) | {b: known[b] for b in plan.buckets if b in known}
 
     def _formula(self, plan: Plan, limits: ShapeLimits) -> tuple[str, ...]:
         """Returns the names of the figures that were not measured."""

@@ -7,7 +7,7 @@ it (core/memory/graph_measurement_cache.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from trencadis.core.buckets import LORA, Bucket, Stage, align_up, drafts_ahead, 
 from trencadis.core.checkpoint.family import DeviceShare
 from trencadis.core.checkpoint.model_config import OUT, SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.model_registry import family_of
-from trencadis.core.device_shape_policy import DecodedPieces, GraphMemory, InputSizes
+from trencadis.core.device_shape_policy import DecodedPieces, GraphMemory, InputSizes, WarmupTimes
 from trencadis.core.kv_cache_format import head_bytes
 from trencadis.core.media_spans import RESERVED_ROWS
 from trencadis.core.memory import launch_memory
@@ -67,10 +67,6 @@ HEAD_OPERATIONS = 120
 
 HEADS = (Stage.SAMPLE, Stage.RESET, Stage.POOL)
 """Stages without layers."""
-
-COMPILE_SECONDS_PER_LAYER = 0.15
-COMPILE_SECONDS_BASE = 0.5
-"""Seconds to compile and capture one bucket: a guess that measurements replace."""
 
 SLICE = 8192
 """Stored tokens whose keys and values a CONTEXT launch holds at the same time."""
@@ -134,7 +130,7 @@ class MemoryEstimator:
     """Computes the sizes of one model on one of ``ranks`` devices.
 
     ``quantised``: the device's form of quantised weights; ``unit``: the multiple that product widths are padded to;
-    ``cross_attention_bytes``, ``decoded``: as in ``Policy``; ``adapters``: slots of LoRA adapters, if there are any.
+    ``cross_attention_bytes``, ``decoded``, ``warmup``: as in ``Policy``; ``adapters``: slots of LoRA adapters, if any.
     """
 
     model: ModelConfig
@@ -148,6 +144,7 @@ class MemoryEstimator:
     cross_attention_bytes: Callable[[Bucket, InputSizes], int] | None = None
     adapters: AdapterSlotSizes | None = None
     decoded: DecodedPieces = DecodedPieces()
+    warmup: WarmupTimes = WarmupTimes()
 
     @property
     def text(self) -> TextConfig:
@@ -407,8 +404,14 @@ class MemoryEstimator:
         return width * each + -(-width // self.block_size) * heads * d * (8 + spread)
 
     def seconds(self, bucket: Bucket) -> float:
-        """Returns the seconds to compile and capture one bucket."""
-        return COMPILE_SECONDS_BASE + COMPILE_SECONDS_PER_LAYER * self.layers(bucket)
+        """Returns the seconds to compile and capture one bucket that is not the first of its stage."""
+        return self.warmup.bucket + self.warmup.layer * self.layers(bucket)
+
+    def warmup_seconds(self, buckets: Iterable[Bucket]) -> dict[Bucket, float]:
+        """Returns the seconds of each bucket of a warm-up; kernels are compiled for the largest one of a stage."""
+        found = {b: self.seconds(b) for b in buckets}
+        largest = {b.stage: b for b in sorted(found, key=padded_tokens)}
+        return found | {b: found[b] + self.warmup.stage for b in largest.values()}
 
     def price(self, bucket: Bucket, rule: str = "sum") -> GraphPrice:
         """Returns a graph's predicted cost without its inputs: its outputs and its workspace.

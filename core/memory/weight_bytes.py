@@ -19,6 +19,7 @@ from trencadis.core.quant.quantised_weight_layout_and_bytes import (
     PANELS,
     ROWS8,
     Scheme,
+    block_scale_bytes,
     held_bytes,
     mlp_unit,
     notes_of,
@@ -224,6 +225,7 @@ def _excess_of(model: ModelConfig, itemsize: int, ranks: int, form: str, width: 
         coded = form == FLOATS8 and scheme.kind == "float" and not (t.experts is not None and t.experts.bias)
         kept = own if EXPERTS in name and not coded else form
         total += held_bytes(scheme, rows, columns, itemsize, kept, whole, first) - rows * columns * itemsize
+        total += block_scale_bytes(scheme, rows, columns, itemsize, "" if EXPERTS in name else kept)
     return total
 
 

@@ -38,6 +38,14 @@ FACTOR = 4
 FP4_HALVES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the value of each 4-bit float (e2m1), by its code: the integers of a scheme with ``fp4``."""
 
+BLOCK_SIZE = 128
+"""Rows and columns that share a scale in weights which a device multiplies by activations of 8 bits with a scale for
+each group of so many columns.
+"""
+
+FOURS = 4
+"""Scales of the blocks of a column of blocks, and of the groups of rows, fill multiples of it, as cuBLAS asks for."""
+
 CELL = 16
 """Number of consecutive columns whose multiple shares a scale in the form CODES.
 
@@ -181,6 +189,21 @@ def held_bytes(
     if scheme is not None and form == CODES:
         return _codes_bytes(scheme, rows, columns, itemsize, whole, first)
     return rows * columns * itemsize
+
+
+def has_block_scales(scheme: Scheme, rows: int, columns: int) -> bool:
+    """Returns True for an 8-bit float weight in blocks of ``BLOCK_SIZE``, whose activations are rounded as the model
+    runs, in a size that cards multiply.
+    """
+    blocks = scheme.kind == "float" and scheme.bits == 8 and scheme.group == scheme.block == BLOCK_SIZE
+    return blocks and scheme.activations == "token" and rows % 16 == 0 and columns % BLOCK_SIZE == 0
+
+
+def block_scale_bytes(scheme: Scheme, rows: int, columns: int, itemsize: int, form: str) -> int:
+    """Returns the bytes of the scales of blocks, which a device that keeps codes has beside those of ``held_bytes``."""
+    if form != CODES or itemsize != 2 or not has_block_scales(scheme, rows, columns):
+        return 0
+    return 4 * -(-rows // BLOCK_SIZE) * fill_up(columns // BLOCK_SIZE, FOURS)
 
 
 def packs4(rows: int, columns: int, group: int) -> bool:

@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from trencadis.core.engine_config import ATTENTION, ATTENTION_LIBRARIES, OLDER_ATTENTION
+from trencadis.core.engine_config import (
+    ATTENTION,
+    ATTENTION_LIBRARIES,
+    OLDER_ATTENTION,
+    OWN_ATTENTION,
+    OWN_ATTENTION_NAMES,
+)
 from trencadis.core.errors import StartupError
 from trencadis.core.flag_declaration import FlagValue
 from trencadis.server.config import value_parsers
@@ -73,6 +79,8 @@ def convert_attention_backend(given: FlagValue, now: Values) -> Values:
     word = str(given).upper().removesuffix(OLDER_ATTENTION)
     if word in ATTENTION:
         return {"attention_backend": ""}
+    if word in (OWN_ATTENTION, *OWN_ATTENTION_NAMES):
+        return {"attention_backend": OWN_ATTENTION}
     if word not in ATTENTION_LIBRARIES:
         known = " and ".join(ATTENTION_LIBRARIES)
         raise StartupError(f"--attention-config.backend: {str(given)[:60]!r} is no attention; libraries are {known}")

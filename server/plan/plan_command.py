@@ -125,7 +125,8 @@ def main(words: Sequence[str]) -> int:
         timer = devices.timer(likely(config.device))
         verified = [b for b in planned.plan.buckets if b.stage is Stage.VERIFY and not is_drafting(b)]
         ends = verified[:1] + verified[1:][-1:]
-        report["time"] = timer.times(model, config.tensor_parallel_size, own.card, verified=ends)
+        asked = config.attention_backend
+        report["time"] = timer.times(model, config.tensor_parallel_size, own.card, verified=ends, attention=asked)
         lines = ["", *timer.lines(report["time"])]
     print(json.dumps(report, indent=1) if own.as_json else "\n".join([plan_report.format_report(report), *lines]))
     return 0

@@ -178,6 +178,7 @@ FIGURES: dict[str, dict[str, Any]] = {
         _case("quantised int8, 1 rows, 9 x 9", "quantised", 0.8),
         _case("quantised int4, 1 rows, 9 x 9", "quantised", 0.8),
         _case("quantised fp8 by fp8, 4096 rows, 9 x 9", "quantised", 0.5, 10.0, cuBLAS=14.0),
+        _case("quantised fp8 in blocks, 4096 rows, 9 x 9", "quantised", 0.5, 10.0, cuBLAS=14.0),
     ]},
 }  # fmt: skip
 """What the parts write, and all of it good enough."""

@@ -157,6 +157,7 @@ def test_the_longest_processor_has_at_most_a_fifth_more_than_the_mean(drawn: int
 CASES = {
     "a decoding row of 32k keys in a mixed step": [(32_000, 1), *[(400 + 13 * i, 1) for i in range(60)], (0, 500)],
     "a follow-up of 50 tokens over 30k": [(30_000, 50)],
+    "a follow-up of 256 tokens over 30k": [(30_000, 256)],
     "one row of 32k that decodes beside a follow-up": [(32_768, 1), (30_000, 50)],
     "a prompt of 8k": [(0, 8_192)],
     "140 decoding rows of 2k": [(2_047, 1)] * 140,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import varlen
 
 from tests.fakes.attention import flash, flashinfer
 from tests.fakes.command_line import from_command_line
@@ -19,9 +21,12 @@ from trencadis.backends.cuda import make_backend, shape_policy
 from trencadis.backends.cuda.attention_libraries import attention_library_selector
 from trencadis.backends.cuda.attention_libraries.library_attention import FlashInferLaunch, FlashInferWorkspaces
 from trencadis.backends.cuda.attention_libraries.ops_with_attention_library import (
+    OURS,
     AttentionLibraryAdapter,
+    prompts_note,
     with_library,
 )
+from trencadis.backends.cuda.attention_libraries.startup_comparison import find_disagreement
 from trencadis.backends.cuda.cpu_twin.twin_runtime import TwinRuntime
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
 from trencadis.backends.cuda.ops import CudaOps
@@ -37,16 +42,21 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 32, "num_gpu_blocks_override": 40, "limit_mm_per_prompt": {"image": 0, "video": 0},
 }  # fmt: skip
 PROMPTS = ["one two three four five six seven " * 3, "Write a word", "a b c d e f g h i j"]
-KINDS = {"flash2": ("FLASH_ATTN", 256), "flash3": ("FLASH_ATTN", 16), "flashinfer": ("FLASHINFER", 16)}
+KINDS = {
+    "flash2": ("FLASH_ATTN", 256), "flash3": ("FLASH_ATTN", 16), "torch": ("FLASH_ATTN", 256),
+    "flashinfer": ("FLASHINFER", 16), "flash3 unasked": ("", 16),
+}  # fmt: skip
 
 
 def installed(kind: str, patch: pytest.MonkeyPatch) -> str:
     """The flag of a library that is there now."""
     if kind == "flashinfer":
         flashinfer.install(patch)
+    elif kind == "torch":
+        flash.install_torch(patch)
     else:
-        flash.install(patch, int(kind[-1]))
-        patch.setattr(attention_library_selector, "HOPPER", 90 if kind == "flash3" else 0)
+        flash.install(patch, int(kind[5]))
+        patch.setattr(attention_library_selector, "HOPPER", 0 if kind == "flash2" else 90)
     return KINDS[kind][0]
 
 
@@ -70,8 +80,9 @@ def test_an_engine_answers_as_without_the_library(kind: str, monkeypatch: pytest
     want, plain = answers(block, monkeypatch, tmp_path)
     found, notes = answers(block, monkeypatch, tmp_path, attention_backend=installed(kind, monkeypatch))
     assert found == want
-    said = [n for n in notes if n.startswith("attention of text: ")]
-    assert len(said) == 1 and KINDS[kind][0] in said[0] and not [n for n in plain if "attention" in n]
+    said = [n for n in notes if n.startswith("attention of ")]
+    assert len(said) == 1 and KINDS[kind][0] in said[0] and OURS not in said
+    assert [n for n in plain if "attention" in n] == [OURS]
     assert kind != "flashinfer" or (flashinfer.Wrapper.plans > 10 and flashinfer.Wrapper.blocking == 0)
 
 
@@ -92,7 +103,7 @@ def refusal(name: str, **more: Any) -> str:
 @pytest.mark.parametrize(("name", "module"), [("FLASH_ATTN", "flash_attn"), ("FLASHINFER", "flashinfer")])
 def test_a_library_that_is_not_there_ends_the_start(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    for third in attention_library_selector.FLASH_3:
+    for third in shape_policy.FLASH_3:
         monkeypatch.setitem(sys.modules, third, None)
     said = refusal(name)
     remedy = attention_library_selector.REMEDIES[name]
@@ -181,6 +192,99 @@ def test_layers_that_the_library_does_not_take_are_told_once(
     ]
 
 
+def wrong(call: Any, kind: str) -> Any:
+    """``flash_attn_with_kvcache`` with a mistake."""
+
+    def attend(q: torch.Tensor, k: Any, v: Any, **given: Any) -> torch.Tensor:
+        if kind == "raises":
+            raise RuntimeError("no kernel image is available\nmore")
+        if kind == "pages":
+            given["page_table"] = given["page_table"].flip(1)
+        if kind == "causal":
+            given["window_size"] = (3, 0)
+        out: torch.Tensor = call(q, k, v, **given)
+        if kind == "rows without keys":
+            return torch.where(out == 0, float("nan"), out)
+        return out * 1.1 if kind == "scale" else out
+
+    return attend
+
+
+@pytest.mark.parametrize("kind", ["", "raises", "pages", "causal", "rows without keys", "scale"])
+@pytest.mark.parametrize("block", [16, 256])
+def test_a_library_that_nobody_asked_for_is_compared_first(
+    kind: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention 3 attends to prompts on Hopper where it agrees with our kernels; else these do, and a line says
+    why.
+    """
+    flash.install(monkeypatch, 3)
+    module: Any = sys.modules["flash_attn_interface"]
+    module.flash_attn_with_kvcache = wrong(module.flash_attn_with_kvcache, kind)
+    backend: Any = make_backend(config("", block_size=block, max_blocks_per_row=2048 // block))
+    notes = [n for n in backend.notes if n.startswith("attention of ")]
+    if not kind:
+        assert notes == [prompts_note(backend.ops.found)] and backend.library is not None
+        sizes, body = backend.sizes, lambda inputs: inputs
+        for bucket, theirs in (
+            (Bucket(Stage.PREFILL, (64, 2)), True), (Bucket(Stage.DECODE, (64,)), False),
+            (Bucket(Stage.VERIFY, (8,), verify_variant(4)), False), (Bucket(Stage.VISION, (64,)), False),
+        ):  # fmt: skip
+            wrapped = backend.library.wrap_body(InputBuffers(bucket, sizes, backend.runtime), body)
+            assert (wrapped is not body) == theirs, bucket
+        return
+    assert backend.library is None and len(notes) == 1 and "\n" not in notes[0]
+    assert notes[0].startswith(f"{OURS}, not flash-attn 3: ")
+    assert ("no kernel image is available" if kind == "raises" else "its values differ by ") in notes[0]
+
+
+def test_the_comparison_sees_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash.install(monkeypatch, 3)
+    found = attention_library_selector.find_flash_3(90)
+    backend: Any = make_backend(config("TRITON_ATTN", block_size=16, max_blocks_per_row=16, windows=(0, 512)))
+    assert found is not None and find_disagreement(found, backend) == ""
+    call = found.calls["attend"]
+    found.calls["attend"] = lambda *args, **given: call(*args, **{**given, "window_size": (-1, -1)})
+    assert "its values differ by" in find_disagreement(found, backend)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"options": {"policy": "twin", "attention": "TRITON_ATTN"}}, " (--attention-backend TRITON_ATTN)"),
+        ({"dtype": torch.float32}, ", not flash-attn 3: it computes in bfloat16 and float16, not in float32"),
+        ({"sinks": True}, ", not flash-attn 3: layers of this model have attention sinks"),
+        ({"head_dim": 512}, ", not flash-attn 3: it takes heads of multiples of 8 up to 256 values, not of 512"),
+    ],
+)
+def test_our_kernels_attend_where_they_are_asked_for_or_must(
+    more: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash.install(monkeypatch, 3)
+    backend: Any = make_backend(config("", **more))
+    assert backend.library is None and [n for n in backend.notes if n.startswith("attention")] == [OURS + why]
+
+
+def test_torch_attends_where_no_package_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the version on whose ``varlen_attn`` takes pages; its blocks are those of version 2, of which it is a
+    copy.
+    """
+    real = inspect.signature(varlen.varlen_attn)
+    flash.install_torch(monkeypatch)
+    assert [*inspect.signature(flash.varlen_attn).parameters] == [*real.parameters]
+    assert refusal("FLASH_ATTN", block_size=32) == (
+        f"--attention-backend FLASH_ATTN: varlen_attn of torch {torch.__version__} takes KV blocks of 256 slots, not "
+        "32; add --block-size 256, or leave the flag out for this engine's own kernels"
+    )
+    backend: Any = make_backend(config("FLASH_ATTN"))
+    assert backend.library is not None and "varlen_attn of torch" in backend.notes[-1]
+
+    def older(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int) -> None: ...
+
+    monkeypatch.setattr(varlen, "varlen_attn", older)
+    assert "flash_attn is not installed; pip install" in refusal("FLASH_ATTN")
+
+
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_launches_of_few_tokens_keep_their_six_launches(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library attends where layers run op by op: in prompts, in larger steps, and anywhere without the switch."""
@@ -238,8 +342,8 @@ def test_other_devices_have_their_own_attention(
     given = from_command_line([], {"VLLM_ATTENTION_BACKEND": "FLASHINFER"}).engine
     assert given.attention_backend == "FLASHINFER"
     for word, want in (
-        ("flash_attn", "FLASH_ATTN"), ("FLASH_ATTN_VLLM_V1", "FLASH_ATTN"), ("xformers", ""), ("auto", ""),
-        ("TRITON", ""),
+        ("flash_attn", "FLASH_ATTN"), ("FLASH_ATTN_VLLM_V1", "FLASH_ATTN"), ("auto", ""),
+        ("xformers", "TRITON_ATTN"), ("TRITON", "TRITON_ATTN"), ("triton_attn_vllm_v1", "TRITON_ATTN"),
     ):  # fmt: skip
         assert from_command_line(["--attention-backend", word], {}).engine.attention_backend == want
         assert from_command_line(["--attention-config.backend", word], {}).engine.attention_backend == want

@@ -30,6 +30,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 MIXED = ((0, 6), (21, 1), (5, 3), (130, 1))
 CASES = {
+    "a_hundred_behind_a_prefix": Case(((700, 123), (40, 1), (0, 3)), group=1, kv_heads=1, d=128, dtype=BF16),
     "prompts": Case(((0, 12), (0, 2), (0, 11)), group=3, kv_heads=1),
     "mixed": Case(MIXED, group=7, kv_heads=1, d=80, shared=True),
     "two_heads": Case(((70, 9),), group=1, block=64, spare=(0, 0)),
@@ -245,6 +246,7 @@ def forced(kernel: str, tile: tile_sizes.Tile, device: torch.device) -> None:
     ("kernel", "tile"),
     [
         ("attend_prefill", tile_sizes.Tile(128, 64, 8, 3)),
+        ("attend_prefill", tile_sizes.Tile(128, 128, 8, 2)),
         ("attend_prefill", tile_sizes.Tile(128, 32, 4, 3)),
         ("attend_decode", tile_sizes.Tile(16, 128, 4, 3)),
         ("attend_images", tile_sizes.Tile(128, 64, 8, 3)),

@@ -13,13 +13,13 @@ import torch
 from tests.oracles.attention_cases import Case, step_inputs
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cuda import runtime_of
-from trencadis.backends.cuda.kernels import attention_metadata, tile_sizes, vision_attention
+from trencadis.backends.cuda.kernels import attention_metadata, paged_attention, tile_sizes, vision_attention
 from trencadis.backends.cuda.launches.attention_work_items import END, STEP
 from trencadis.backends.cuda.launches.bucket_capacity import input_bytes
 from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffer, buffer_bytes
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.device.backend import BackendConfig
+from trencadis.core.device.backend import BackendConfig, LayerKV
 from trencadis.core.device_shape_policy import InputSizes
 from trencadis.core.errors import StartupError
 from trencadis.core.launch_inputs import HeadInputs, ResetInputs, VisionInputs
@@ -127,7 +127,7 @@ def test_other_stages_equal_the_references() -> None:
 
 
 KERNELS = {
-    "attend_prefill": ("short", "long"),
+    "attend_prefill": ("short", "long", "plain long"),
     "attend_decode": ("any",),
     "attend_windows": ("any",),
     "attend_images": ("short", "long"),
@@ -144,7 +144,7 @@ def test_tables_answer_every_launch(kernel: str) -> None:
     for arch, bits, head, group, length in itertools.product(*axes):
         if group > 1 and kernel in ("attend_windows", "attend_images"):
             continue
-        tile = tile_sizes.find(kernel, arch, bits, head, group, length)
+        tile = tile_sizes.find(kernel, arch, bits, head, group, *length.split())
         used.add((arch, bits, tile))
         assert all(x & (x - 1) == 0 for x in tile[:3]) and tile.m >= 16 and tile.n >= 16
         if kernel in ("attend_prefill", "attend_decode"):
@@ -157,6 +157,41 @@ def test_tables_answer_every_launch(kernel: str) -> None:
     assert used == listed, "an entry is never used"
     with pytest.raises(LookupError, match="no tile for sm_75"):
         tile_sizes.find(kernel, 75, 16, 64, 1, KERNELS[kernel][0])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "arch", "more", "tile"),
+    [
+        (127, 90, {}, (32, 64)),
+        (128, 90, {}, (128, 128)),
+        (256, 90, {"block": 128}, (128, 64)),
+        (256, 90, {"window": 64}, (128, 64)),
+        (256, 90, {"upto": True}, (128, 64)),
+        (256, 90, {"d": 80}, (128, 64)),
+        (256, 90, {"dtype": torch.float32}, (16, 16)),
+        (256, 100, {}, (128, 64)),
+        (511, 80, {}, (32, 64)),
+        (512, 80, {}, (128, 32)),
+    ],
+    ids=str,
+)
+def test_prompts_have_the_long_tiles_of_their_card(
+    tokens: int, arch: int, more: dict[str, Any], tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 128 tokens on where products are by warp groups, from 512 on elsewhere; steps of 128 keys where they fit the
+    registers.
+    """
+    monkeypatch.setattr(tile_sizes, "arch_of", lambda device: arch)
+    given = {"d": 128, "block": 16, "dtype": torch.bfloat16, "window": 0, "upto": False, **more}
+    q = torch.zeros(tokens, 14, given["d"], dtype=given["dtype"])
+    kv = LayerKV(*(torch.zeros(4, given["block"], 2, given["d"], dtype=given["dtype"]) for _ in range(2)))
+    x = torch.zeros(1, dtype=torch.int32)
+    attn = attention_metadata.ItemAttn(*[x] * 13)._replace(upto=x if given["upto"] else None)
+    lanes = paged_attention.block_lanes(attn, tokens, alike=False)
+    classes = paged_attention.length_classes(q, kv, attn, lanes, given["window"])
+    found = tile_sizes.pick("attend_prefill", q, 7, *classes)
+    assert found[:2] == tile
+    assert lanes == (32 if tokens < 128 else 128) and lanes % min(found.m, lanes) == 0
 
 
 def test_limits_are_named() -> None:

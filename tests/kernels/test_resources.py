@@ -78,16 +78,18 @@ def note(kind, run):
         key = (sorted(x.signature.items()), sorted(x.constants.items()), x.divisible, sorted(x.options.items()))
         keys.setdefault((kind, x.kernel.__name__), set()).add(str(key))
 
-for context, count, spare in ((0, 1, 15), (7, 16, 16), (300, 33, 0), (31, 100, 28)):
+for context, count, spare in ((0, 1, 15), (7, 16, 16), (300, 33, 0), (31, 96, 28)):
     ready = prepared(Case(((context, count), (5, 3)), spare=(0, spare)), device)
     note("prefill", ready.run)
+for context, count in ((0, 125), (300, 400)):
+    note("prefill of some hundreds", prepared(Case(((context, count), (5, 3)), spare=(0, 0)), device).run)
 for rows in (2, 3, 8, 16):
     ready = prepared(Case(((40, 1),) * rows, decode=True, spare=(0, 0)), device)
     note("decode", ready.run)
 for windows in (1, 2, 5, 8):
     launch = packed([[64] * windows], 2, 16, torch.float16, device)[0]
     note("vision", lambda: (launch.run(IMAGES), launch.run(WINDOWS)))
-assert len(keys) == 8, sorted(keys)
+assert len(keys) == 11, sorted(keys)
 for name, found in keys.items():
     assert len(found) == 1, (name, found)
 print("one key each")

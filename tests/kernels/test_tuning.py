@@ -19,7 +19,7 @@ def test_benchmark_launches_agree_with_torch(device: torch.device) -> None:
         if case.check is not None:
             assert case.check() < (1e-4 if "float32" in case.name else 2e-2), case.name
             checked += 1
-    assert checked == 5
+    assert checked == 9
 
 
 @pytest.mark.parametrize("kernel", tune_kernels.GRIDS)
@@ -27,6 +27,26 @@ def test_present_tiles_are_among_the_candidates(kernel: str) -> None:
     for entry in tile_sizes.table(kernel):
         if entry.arch >= 80:
             assert entry.tile in set(tune_kernels.candidates(kernel, entry)), entry
+
+
+def test_every_table_is_tuned() -> None:
+    assert set(tune_kernels.GRIDS) == {path.stem for path in tile_sizes.FOLDER.glob("*.csv")}
+
+
+def test_tiles_like_the_present_one_are_tried_first() -> None:
+    entry = next(e for e in tile_sizes.table("attend_prefill") if e.arch == 90 and e.length == "long")
+    first, *rest = tune_kernels.candidates("attend_prefill", entry)
+    apart = [tune_kernels.unlikeness(tile, entry.tile) for tile in rest]
+    assert first == entry.tile and apart == sorted(apart) and apart[0] > 0
+
+
+def test_a_list_of_heads_leaves_out_no_product() -> None:
+    for kernel in tune_kernels.GRIDS:
+        found = list(tune_kernels.wanted_entries(kernel, 90, (128, 80), 16))
+        entries = tune_kernels.all_entries(kernel, 90)
+        assert found and all(entries[i].arch == 90 and entries[i].bits == 16 for i in found), kernel
+        if kernel not in tune_kernels.PRODUCTS:
+            assert {entries[i].head for i in found} <= {128, 80}
 
 
 def test_tables_survive_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,17 @@ def report(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]
     return found
 
 
+def test_kernels_of_a_card_are_compiled_once_for_all_shapes(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A Gaudi compiles each shape, which takes minutes; a card's estimate is a base for each stage and captures."""
+    words = (model, "--memory", "200GiB", *GUIDE)
+    card, gaudi = (report(capsys, *words, "--device", device) for device in ("cuda", "hpu"))
+    stages = len(card["buckets"])
+    each = 0.05 + 0.006 * 80
+    planned = sum(map(len, card["buckets"].values()))
+    assert 10 * stages < card["warmup_seconds"] <= 10 * stages + each * planned
+    assert gaudi["warmup_seconds"] > 10 * card["warmup_seconds"]
+
+
 def refused(capsys: pytest.CaptureFixture[str], words: Sequence[object]) -> str:
     assert main(["plan", *map(str, words)]) == 2
     error = capsys.readouterr().err

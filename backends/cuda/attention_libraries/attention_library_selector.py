@@ -1,4 +1,8 @@
-"""Selects the attention library of ``--attention-backend``: found, checked and named, or an error with the remedy."""
+"""Selects the attention library of ``--attention-backend``: found, checked and named, or an error with the remedy.
+
+FLASH_ATTN is FlashAttention 3 on Hopper where it is installed, else the package flash-attn (2), else the copy of
+version 2 within torch (``torch.nn.attention.varlen``), where that reads paged keys: from torch 2.13 on.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,17 @@ from typing import Any
 
 import torch
 
-from trencadis.backends.cuda.shape_policy import FLASH_ATTN, FLASHINFER
+from trencadis.backends.cuda.shape_policy import FLASH_3, FLASH_ATTN, FLASHINFER
 from trencadis.core.device.backend import BackendConfig
 from trencadis.core.errors import StartupError
 
 HOPPER = 90
 """Architecture of FlashAttention 3."""
 
-FLASH_3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
-"""Modules in which its wheels put it."""
-
 FLASH_2_BLOCK = 256
 """FlashAttention 2 takes pages of multiples of this many slots (csrc/flash_attn/flash_api.cpp, ``mha_varlen_fwd``)."""
+
+TORCH_VARLEN = "torch.nn.attention.varlen"
 
 OURS = "leave the flag out for this engine's own kernels"
 REMEDIES = {
@@ -51,7 +54,7 @@ class SelectedLibrary:
     """An attention library that is installed and usable.
 
     Args:
-        kind: ``flash2``, ``flash3`` or ``flashinfer``.
+        kind: ``flash2``, ``flash3``, ``torch`` or ``flashinfer``.
         label: its name and version, for users.
         calls: its functions and classes by name.
     """
@@ -63,7 +66,6 @@ class SelectedLibrary:
 
 
 EIGHTS = tuple(range(8, 257, 8))
-FLASH_3_HEADS = tuple(range(8, 257, 8))
 INFER_HEADS = (64, 128, 256)
 
 
@@ -81,21 +83,57 @@ def select_library(name: str, arch: int) -> SelectedLibrary:
         return SelectedLibrary(
             "flashinfer", label, {"prefill": prefill, "decode": decode}, LibraryLimits(INFER_HEADS, False)
         )
-    if arch == HOPPER and (third := _third()) is not None:
-        return SelectedLibrary("flash3", f"flash-attn {_version(third, '3')}",
-            {"attend": third.flash_attn_with_kvcache},
-                      LibraryLimits(FLASH_3_HEADS, True))  # fmt: skip
-    module = _import_library(name, "flash_attn")
-    attend = _require_argument(module, name, "flash_attn_varlen_func", "", "block_table")
+    if (third := find_flash_3(arch)) is not None:
+        return third
+    try:
+        module = _import_library(name, "flash_attn")
+        attend = _require_argument(module, name, "flash_attn_varlen_func", "", "block_table")
+    except StartupError:
+        if (within_torch := _find_torch_varlen()) is not None:
+            return within_torch
+        raise
     label = f"flash-attn {_version(module)}"
     return SelectedLibrary("flash2", label, {"attend": attend}, LibraryLimits(EIGHTS, True, FLASH_2_BLOCK))
+
+
+def find_flash_3(arch: int) -> SelectedLibrary | None:
+    """Returns FlashAttention 3, or None where it is not installed or the card is not a Hopper."""
+    module = _third() if arch == HOPPER else None
+    if module is None:
+        return None
+    label = f"flash-attn {_version(module, '3')}"
+    return SelectedLibrary("flash3", label, {"attend": module.flash_attn_with_kvcache}, LibraryLimits(EIGHTS, True))
+
+
+def _find_torch_varlen() -> SelectedLibrary | None:
+    """Returns torch's own FlashAttention 2, or None where torch was built without it or takes no pages."""
+    if not torch.backends.cuda.is_flash_attention_available():
+        return None
+    try:
+        call = import_module(TORCH_VARLEN).varlen_attn
+        taken = inspect.signature(call).parameters
+    except (ImportError, AttributeError, ValueError):
+        return None
+    if not {"block_table", "seqused_k", "enable_gqa"} <= {*taken}:
+        return None
+    label = f"varlen_attn of torch {torch.__version__}"
+    return SelectedLibrary("torch", label, {"attend": call}, LibraryLimits(EIGHTS, True, FLASH_2_BLOCK))
+
+
+def has_bounded_fa3(wrapper: object) -> bool:
+    """Returns True if FlashInfer's FlashAttention-3 kernels take page ids as they are.
+
+    Earlier versions keep 64 MiB of key offsets for each wrapper, of which there is one for each bucket; the method
+    ``workspace_size`` came after them.
+    """
+    return hasattr(wrapper, "workspace_size")
 
 
 def _third() -> ModuleType | None:
     for name in FLASH_3:
         try:
             found = import_module(name)
-        except ImportError:
+        except Exception:  # a wheel for another torch or CUDA may raise anything
             continue
         if hasattr(found, "flash_attn_with_kvcache"):
             return found

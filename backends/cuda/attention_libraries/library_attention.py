@@ -1,18 +1,22 @@
 """Attention over the paged cache by FlashAttention and by FlashInfer, for the launches of one bucket.
 
-FlashAttention is version 2 by ``flash_attn_varlen_func``, 3 by ``flash_attn_with_kvcache``. Both take ragged queries
-and a rectangle of block ids, which is made on the device once per launch, within its graph. Two rules determine its
-form. The longest query row and the longest key row are host numbers, so they are those of the bucket. And if that is
-one query per row, version 2 reads row r of the launch as token r: a decoding launch has as many rows as tokens, and
-rows of no sequence have no keys, for which both give 0. Version 2 has ``flash_attn_with_kvcache`` too; it reads the
-longest row from the device, which no capture allows.
+FlashAttention is version 2 by ``flash_attn_varlen_func`` or torch's ``varlen_attn``, 3 by ``flash_attn_with_kvcache``.
+All take ragged queries and a rectangle of block ids, which is made on the device once per launch, within its graph. Two
+rules determine its form. The longest query row and the longest key row are host numbers, so they are those of the
+bucket. And if that is one query per row, version 2 reads row r of the launch as token r: a decoding launch has as many
+rows as tokens, and rows of no sequence have no keys, for which both give 0. Version 2 has ``flash_attn_with_kvcache``
+too; it reads the longest row from the device, which no capture allows. torch's ``varlen_attn_out`` is not used: with
+one query per row it returns the results in a copy and leaves its argument as it was (flash_attn/flash_api.cpp,
+``mha_varlen_fwd``).
 
 FlashInfer has a wrapper for each bucket, planned on the host along with the copy of its inputs. A wrapper that graphs
 hold works in fixed buffers and for a fixed number of rows. Its plan writes page-locked memory and queues a copy of it,
 so that memory is written again only when that copy has run, and the copy itself waits for the launch that still reads
 the previous plan, as with all inputs of a stage (``launches.input_buffers.StageBuffer``). Nothing is planned within a
 graph. Rows of no sequence have no pages, and give 0. Wrappers of a stage share the memory of partial results and of
-plans. The scale is known when a layer attends, not when the launch is planned: it is passed as the factor of keys.
+plans. DECODE has the kernels of FlashAttention 2, which cut keys; prompts have those that FlashInfer picks: on Hopper
+version 3, whose plan takes no partial results. The scale is known when a layer attends, not when the launch is planned:
+it is passed as the factor of keys.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trencadis.backends.cuda.attention_libraries.attention_library_selector import has_bounded_fa3
 from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn
 from trencadis.backends.cuda.launches.cuda_host_arrays import Sizes
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffer
@@ -93,12 +98,17 @@ def flash_rows(attn: ItemAttn, columns: int, single: bool) -> FlashAttnRows:
 
 
 class FlashAttnLaunch:
-    """Implements ``LibraryLaunch`` by FlashAttention; ``third``: version 3."""
+    """Implements ``LibraryLaunch`` by FlashAttention.
+
+    Args:
+        call: the library's function.
+        kind: that of ``SelectedLibrary``.
+    """
 
     plans = False
 
-    def __init__(self, call: Callable[..., Any], third: bool, bucket: Bucket, sizes: Sizes) -> None:
-        self._call, self._third, self._columns = call, third, sizes.row_blocks
+    def __init__(self, call: Callable[..., Any], kind: str, bucket: Bucket, sizes: Sizes) -> None:
+        self._call, self._kind, self._columns = call, kind, sizes.row_blocks
         self._single = bucket.stage is Stage.DECODE
         self._queries = 1 if self._single else padded_tokens(bucket)
         self._keys = sizes.row_blocks * sizes.block_size
@@ -113,10 +123,12 @@ class FlashAttnLaunch:
     def attend(self, q: Tensor, kv: LayerKV, scale: float, window: int) -> Tensor:
         rows = self._rows
         assert rows is not None, "a launch begins before its layers"
+        if self._kind == "torch":
+            return self._attend_by_torch(q, kv, scale, window, rows)
         shared: dict[str, Any] = {
             "softmax_scale": scale, "causal": True, "window_size": (window - 1, 0) if window else (-1, -1),
         }  # fmt: skip
-        if self._third:
+        if self._kind == "flash3":
             out: Tensor = self._call(
                 q, kv.k, kv.v, cache_seqlens=rows.keys, page_table=rows.table, cu_seqlens_q=rows.starts,
                 max_seqlen_q=self._queries, **shared,
@@ -125,6 +137,17 @@ class FlashAttnLaunch:
         out = self._call(
             q, kv.k, kv.v, rows.starts, rows.ends, self._queries, self._keys, block_table=rows.table, **shared
         )
+        return out
+
+    def _attend_by_torch(self, q: Tensor, kv: LayerKV, scale: float, window: int, rows: FlashAttnRows) -> Tensor:
+        """A window that ends at the query is what makes torch's attention causal. One query per row sees no later key
+        anyway, and only without a window do the heads of a group share what they read.
+        """
+        sees = (window - 1, 0) if window else (-1, -1) if self._single else (-1, 0)
+        out: Tensor = self._call(
+            q, kv.k, kv.v, rows.starts, rows.ends, self._queries, self._keys, scale=scale, window_size=sees,
+            enable_gqa=True, seqused_k=rows.keys, block_table=rows.table,
+        )  # fmt: skip
         return out
 
 
@@ -204,9 +227,11 @@ class FlashInferLaunch:
                 paged_kv_indices_buffer=self._blocks, paged_kv_last_page_len_buffer=last, backend="fa2",
             )  # fmt: skip
         else:
-            made = calls["prefill"](
+            kernels = calls["prefill"]
+            made = kernels(
                 workspace.floats, "NHD", use_cuda_graph=True, qo_indptr_buf=starts, paged_kv_indptr_buf=pages,
-                paged_kv_indices_buf=self._blocks, paged_kv_last_page_len_buf=last, backend="fa2",
+                paged_kv_indices_buf=self._blocks, paged_kv_last_page_len_buf=last,
+                backend="auto" if has_bounded_fa3(kernels) else "fa2",
             )  # fmt: skip
         made.reset_workspace_buffer(workspace.floats, workspace.ints[:ints])
         return made

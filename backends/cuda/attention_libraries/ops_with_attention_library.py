@@ -2,6 +2,10 @@
 
 A library attends to text where it can be used; the device's own attention does the rest: what the library does not
 take, and launches of so few tokens that layers run in six launches, which hold their attention.
+
+Without the flag FlashAttention 3 attends to prompts on Hopper where it is installed and agrees with the device's own
+attention at the start: its kernels reach about twice the share of the peak. Decoding and verifying rows keep their own,
+which share the work of a row's keys evenly over all processors.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from torch import Tensor
 from trencadis.backends.cuda.attention_libraries.attention_library_selector import (
     SelectedLibrary,
     check_blocks,
+    find_flash_3,
     select_library,
     unsupported_reason,
 )
@@ -25,18 +30,23 @@ from trencadis.backends.cuda.attention_libraries.library_attention import (
     FlashInferWorkspaces,
     LibraryLaunch,
 )
+from trencadis.backends.cuda.attention_libraries.startup_comparison import find_disagreement
 from trencadis.backends.cuda.backend import CudaBackend
 from trencadis.backends.cuda.cpu_offloaded_layers import HostLayerOps
 from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn
 from trencadis.backends.cuda.kernels.layers import skinny_gemm
 from trencadis.backends.cuda.launches.input_buffers import InputBuffers
 from trencadis.backends.cuda.runtime_protocol import Runtime
+from trencadis.backends.cuda.shape_policy import OWN_KERNELS
 from trencadis.core.buckets import Stage, padded_tokens
 from trencadis.core.device.backend import Attn, BackendConfig, Body, LayerKV
 
 log = logging.getLogger("trencadis.engine")
 
 T = TypeVar("T", bound=HostLayerOps)
+
+TEXT = Stage.PREFILL, Stage.DECODE, Stage.VERIFY
+OURS = "attention of text: this engine's own kernels"
 
 
 class LibraryAttention:
@@ -84,10 +94,14 @@ class AttentionLibraryAdapter:
     Args:
         ops: from ``with_library``.
         head_dim: values of a head; ``dtype``: of the cache.
+        stages: those whose launches the library attends in.
     """
 
-    def __init__(self, ops: Any, runtime: Runtime, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, ops: Any, runtime: Runtime, head_dim: int, dtype: torch.dtype, stages: tuple[Stage, ...] = TEXT
+    ) -> None:
         self.ops, self._runtime, self._head_dim, self._dtype = ops, runtime, head_dim, dtype
+        self._stages = stages
         self._workspaces = FlashInferWorkspaces(runtime)
 
     def wrap_body(self, buffers: InputBuffers, body: Body) -> Body:
@@ -96,7 +110,7 @@ class AttentionLibraryAdapter:
         Buckets of few tokens stay as they are where layers are fused.
         """
         bucket = buffers.bucket
-        if bucket.stage not in (Stage.PREFILL, Stage.DECODE, Stage.VERIFY):
+        if bucket.stage not in self._stages:
             return body
         if self.ops.fuses_layers and padded_tokens(bucket) <= skinny_gemm.FEW:
             return body
@@ -109,7 +123,7 @@ class AttentionLibraryAdapter:
         found, bucket, sizes = self.ops.found, buffers.bucket, buffers.sizes
         if found.kind == "flashinfer":
             return FlashInferLaunch(found.calls, buffers, self._runtime, self._workspaces, self._head_dim, self._dtype)
-        return FlashAttnLaunch(found.calls["attend"], found.kind == "flash3", bucket, sizes)
+        return FlashAttnLaunch(found.calls["attend"], found.kind, bucket, sizes)
 
     def _wrap(self, launch: LibraryLaunch, body: Body) -> Callable[[Any], Any]:
         def run(inputs: Any) -> Any:
@@ -129,10 +143,14 @@ OPTION = "attention"
 
 
 class RequestedAttention(NamedTuple):
-    """The requested attention: a library, or None for the engine's own kernels, and notes that explain it."""
+    """The attention to use: a library, or None for the engine's own kernels, and notes that explain it.
+
+    ``asked`` is False if nobody asked for the library: then it attends to prompts alone, once it was compared.
+    """
 
     library: SelectedLibrary | None
     notes: tuple[str, ...] = ()
+    asked: bool = True
 
     @classmethod
     def of(cls, cfg: BackendConfig, arch: int) -> RequestedAttention:
@@ -143,13 +161,25 @@ class RequestedAttention(NamedTuple):
         """
         name = (cfg.options or {}).get(OPTION, "")
         if not name:
-            return cls(None)
+            return cls._by_default(cfg, arch)
+        if name == OWN_KERNELS:
+            return cls(None, (f"{OURS} (--attention-backend {name})",))
         found = select_library(name, arch)
         if why := unsupported_reason(found, cfg):
             note = f"--attention-backend {name}: {found.label} attends to nothing here, this engine's own kernels do: "
             return cls(None, (note + why,))
         check_blocks(found, name, cfg.block_size)
         return cls(found, (f"attention of text: {found.label} (--attention-backend {name})",))
+
+    @classmethod
+    def _by_default(cls, cfg: BackendConfig, arch: int) -> RequestedAttention:
+        found = find_flash_3(arch)
+        if found is None:
+            return cls(None, (OURS,))
+        why = "layers of this model have attention sinks" if cfg.sinks else unsupported_reason(found, cfg)
+        if why or not cfg.head_dim:
+            return cls(None, (f"{OURS}, not {found.label}: {why or 'the size of heads is unknown'}",))
+        return cls(found, asked=False)
 
     def ops(self, kind: type[T]) -> type[T]:
         """Returns ``kind``, with the library's attention if there is one."""
@@ -158,6 +188,23 @@ class RequestedAttention(NamedTuple):
     def attach(self, backend: CudaBackend) -> CudaBackend:
         """Adds the library and the notes to ``backend``, whose ops are made by ``ops``, and returns it."""
         backend.notes += self.notes
-        if isinstance(backend.ops, LibraryAttention):
-            backend.library = AttentionLibraryAdapter(backend.ops, backend.runtime, backend.cfg.head_dim, backend.dtype)
+        found, ops = self.library, backend.ops
+        if found is None or not isinstance(ops, LibraryAttention):
+            return backend
+        stages: tuple[Stage, ...] = TEXT
+        if not self.asked:
+            why = find_disagreement(found, backend)
+            backend.notes += (f"{OURS}, not {found.label}: {why}" if why else prompts_note(found),)
+            if why:
+                return backend
+            stages = (Stage.PREFILL,)
+        backend.library = AttentionLibraryAdapter(ops, backend.runtime, backend.cfg.head_dim, backend.dtype, stages)
         return backend
+
+
+def prompts_note(found: SelectedLibrary) -> str:
+    """Returns the line about a library that attends to prompts though nobody asked for it."""
+    return (
+        f"attention of prompts: {found.label}, which is installed and agrees with this engine's own kernels; of other "
+        f"launches: these (--attention-backend {OWN_KERNELS}: of all)"
+    )

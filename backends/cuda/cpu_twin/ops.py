@@ -25,6 +25,7 @@ from trencadis.backends.cuda.weights.quantised_weight import (
     product,
 )
 from trencadis.backends.cuda.weights.stacked_experts import StackedExperts, stack_experts
+from trencadis.core import envs
 from trencadis.core.device.backend import (
     Attn,
     ExpertBiases,
@@ -56,7 +57,7 @@ class TwinOps(HostLayerOps, ReferenceOps):
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """Packs a weight as a card stores it, and charges its bytes."""
-        packed = pack_quantised_weight(q, bias, NEWEST)
+        packed = pack_quantised_weight(q, bias, NEWEST, envs.get_bool("TRENCADIS_CUDA_BLOCK_PRODUCTS"))
         self._memory.take(packed.nbytes + (0 if bias is None else bias.nbytes))
         return packed
 
@@ -86,7 +87,7 @@ class TwinOps(HostLayerOps, ReferenceOps):
         """Multiplies by a quantised weight in one recorded call, as the kernel does."""
         if not isinstance(w, QuantisedWeight):
             return super().linear(x, w)
-        held = w.codes, w.factor, w.scale, w.zero, w.gather, w.bias
+        held = w.codes, w.factor, w.scale, w.zero, w.gather, w.bias, w.blocks
         numbers = w.kind, w.columns, w.group, w.rounds, w.in_features
         room = None
         if len(x) >= DECODED_ROWS and not w.rounds and x.itemsize == 2:  # where a card decodes a piece of the weight
@@ -219,10 +220,11 @@ def _attend_images(
 
 def _quantised_linear(
     x: Tensor, codes: Tensor, factor: Tensor, scale: Tensor | None, zero: Tensor | None, gather: Tensor | None,
-    bias: Tensor | None, kind: int, columns: int, group: int, rounds: bool, inputs: int, room: Tensor | None,
+    bias: Tensor | None, blocks: Tensor | None, kind: int, columns: int, group: int, rounds: bool, inputs: int,
+    room: Tensor | None,
 ) -> Tensor:  # fmt: skip
     w = QuantisedWeight(
-        codes, factor, scale, zero, gather, bias, kind, columns, group, rounds, codes.shape[0], inputs
+        codes, factor, scale, zero, gather, bias, kind, columns, group, rounds, codes.shape[0], inputs, blocks
     )  # fmt: skip
     return product(x, w, decode_once(codes, lambda: dequantise(w)))
 
@@ -253,7 +255,7 @@ _SEGMENTS = "(Tensor q, Tensor k, Tensor v, Tensor segment, Tensor real, float s
 register_op("attend_windows" + _SEGMENTS, _attend_windows)
 register_op("attend_images" + _SEGMENTS.replace("Tensor real", "Tensor real, Tensor? ghost"), _attend_images)
 register_op(
-    "coded(Tensor x, Tensor codes, Tensor factor, Tensor? scale, Tensor? zero, Tensor? gather, Tensor? bias, int kind, "
-    "int columns, int group, bool rounds, int inputs, Tensor? room) -> Tensor",
+    "coded(Tensor x, Tensor codes, Tensor factor, Tensor? scale, Tensor? zero, Tensor? gather, Tensor? bias, "
+    "Tensor? blocks, int kind, int columns, int group, bool rounds, int inputs, Tensor? room) -> Tensor",
     _quantised_linear,
 )

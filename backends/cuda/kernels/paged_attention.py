@@ -24,7 +24,7 @@ from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn, SingleA
 from trencadis.backends.cuda.kernels.layers import dependent_launch
 from trencadis.backends.cuda.kernels.paged_attention_loop import KeyRanges, PagedKeys, attend_reach, start_run
 from trencadis.backends.cuda.kernels.quantised_kv_attention import CodedKeys, attend_coded_reach, few_of
-from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import FEW, SINGLE, SPAN, lanes_of
+from trencadis.backends.cuda.kernels.query_blocks_and_key_cuts import MANY, SHORT, SINGLE, SPAN, lanes_of
 from trencadis.core.device.backend import LayerKV
 
 SLAB, PIECES, JOIN_WARPS = 8, 4, 4
@@ -37,6 +37,23 @@ PIECES_WIDE = 2
 
 PIECES_SINGLE = 32
 """Pieces that it joins in one step if a program has one query."""
+
+
+PLAIN_BLOCK = 128
+"""KV blocks of so many slots hold whole steps of keys, whose addresses the compiler computes otherwise."""
+
+
+def length_classes(q: Tensor, kv: LayerKV, attn: ItemAttn, lanes: int, window: int) -> tuple[str, ...]:
+    """Returns the classes of ``tile_sizes`` that a launch of prompts is of, with blocks of ``lanes`` queries.
+
+    ``short`` and ``long`` are what they say; ``plain``: long, without a window or keys after a token's own position,
+    over KV blocks of fewer than PLAIN_BLOCK slots. These leave registers for steps of 128 keys.
+    """
+    grouped = q.dtype.itemsize == 2 and tile_sizes.has_warp_group_products(tile_sizes.arch_of(q.device))
+    if lanes <= SHORT or (q.shape[0] < MANY and not grouped):
+        return ("short",)
+    plain = not window and attn.upto is None and kv.k.shape[1] < PLAIN_BLOCK
+    return ("plain", "long") if plain else ("long",)
 
 
 class Partial(NamedTuple):
@@ -82,8 +99,8 @@ def attend_text(
     groups = kv.k.shape[2]
     group, lanes, single = heads // groups, block_lanes(attn, tokens, alike), isinstance(attn, SingleAttn)
     kind = "attend_decode" if single else "attend_prefill"
-    length = "any" if single else "short" if lanes_of(tokens, alike) < lanes_of(FEW, False) else "long"
-    tile = tile_sizes.pick(kind if kv.k_scale is None else f"{kind}_codes", q, group, length)
+    lengths = () if single else length_classes(q, kv, attn, lanes, window)
+    tile = tile_sizes.pick(kind if kv.k_scale is None else f"{kind}_codes", q, group, *lengths)
     each = 1 if single else max(lanes // (planned or group), 1)
     lanes = min(lanes, tile_sizes.power(each * group)) if planned else lanes
     subs, rows = max(lanes // tile.m, 1), attn.context.shape[0]

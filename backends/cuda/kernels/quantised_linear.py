@@ -5,10 +5,11 @@ order; more rows run in tiles. How columns are cut follows from the weight's sha
 whatever other rows the launch has, as long as the class of rows is the same.
 
 Codes are multiplied without their scales, and each group's sum by its scale: 8-bit integers and floats are exact in 16
-bits. 8-bit activations are rounded first, with one scale per token; integers are then multiplied as integers.
+bits. 8-bit activations are rounded first (``activation_rounding``); integers are then multiplied as integers.
 
 A tile of rows decodes the weight that it multiplies by. From ``DECODED_ROWS`` rows on that would be done often: then a
-piece of the weight at a time is decoded into a scratch, once, and multiplied by the library's product.
+piece of the weight at a time is decoded into a scratch, once, and multiplied by the library's product. Floats of 8 bits
+in blocks of 128 take a product of the library's that knows their scales, where there is one (``block_scaled_linear``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import tile_sizes
+from trencadis.backends.cuda.kernels import block_scaled_linear, tile_sizes
+from trencadis.backends.cuda.kernels.activation_rounding import RoundedRows, Rounding, round_to
+from trencadis.backends.cuda.kernels.activation_rounding import round_rows as round_rows
 from trencadis.backends.cuda.kernels.code_decoding import decode_codes, find_conversion, is_packed
 from trencadis.backends.cuda.kernels.gpu_platform import in_use
 from trencadis.backends.cuda.weights.decoded_pieces import DENSE_TILE, choose_piece
@@ -29,7 +32,6 @@ from trencadis.backends.cuda.weights.quantised_weight import (
     INT4,
     INT8,
     SHIFTED,
-    TINY,
     QuantisedWeight,
 )
 from trencadis.core.quant.quantised_weight_layout_and_bytes import DECODED_BYTES, DECODED_ROWS, half_of
@@ -47,35 +49,60 @@ BLOCK = 1024
 
 _INT8, _INT4, _E4M3 = tl.constexpr(INT8), tl.constexpr(INT4), tl.constexpr(E4M3)
 _SHIFTED = tl.constexpr(SHIFTED)
-_NEAREST = tl.constexpr(12582912.0)
-"""1.5 x 2^23: adding it to a float32 and subtracting it again rounds to the nearest integer."""
 
 
-def linear(x: Tensor, w: QuantisedWeight) -> Tensor:
-    """Multiplies [n, in] -> [n, out] in ``x``'s dtype: float16, bfloat16 or float32."""
+def linear(x: Tensor | RoundedRows, w: QuantisedWeight) -> Tensor:
+    """Multiplies [n, in] -> [n, out] in ``x``'s dtype: float16, bfloat16 or float32. Rows that were rounded before must
+    be as ``choose_rounding`` says of this weight.
+    """
+    if isinstance(x, RoundedRows):
+        return _multiply_rounded(x, w)
     check(x, w)
     n, dtype = x.shape[0], x.dtype
-    out = torch.empty((n, w.out_features), dtype=dtype, device=x.device)
     if not n:
-        return out
+        return torch.empty((n, w.out_features), dtype=dtype, device=x.device)
     x = x.contiguous() if w.gather is None else x.index_select(1, w.gather)
-    if not w.rounds and n >= DECODED_ROWS and dtype.itemsize == 2:
-        return _multiply_decoded(x, w, out)
+    how = choose_rounding(w, n, dtype)
+    return _multiply_values(x, w) if how is None else _multiply_rounded(round_to(x, how), w)
+
+
+def choose_rounding(w: QuantisedWeight, rows: int, dtype: torch.dtype) -> Rounding | None:
+    """Returns how the activations of a product of ``rows`` rows are rounded; None: they are not."""
+    if w.blocks is not None:
+        return block_scaled_linear.choose_rounding(rows, dtype)
     if not w.rounds:
-        return _multiply(x, None, w, out)
-    if w.kind == E4M3 and n > FEW:
-        codes, scale = round_rows(x, torch.float8_e4m3fn)
-        weight = w.codes.view(torch.float8_e4m3fn).t()
-        return torch._scaled_mm(
-            codes,
-            weight,
-            scale_a=scale[:, None] / SHIFTED,
-            scale_b=w.factor[None],
-            bias=w.bias,
-            out_dtype=dtype,
-            use_fast_accum=True,
-        )
-    return _multiply(*round_rows(x, torch.int8 if w.kind == INT8 else dtype), w, out)
+        return None
+    if w.kind == INT8:
+        return Rounding(INT8, torch.int8)
+    return Rounding(E4M3, dtype if rows <= FEW else torch.float8_e4m3fn)
+
+
+def _multiply_values(x: Tensor, w: QuantisedWeight) -> Tensor:
+    """Multiplies by activations as they are."""
+    out = torch.empty((x.shape[0], w.out_features), dtype=x.dtype, device=x.device)
+    if x.shape[0] >= DECODED_ROWS and x.dtype.itemsize == 2:
+        return _multiply_decoded(x, w, out)
+    return _multiply(x, None, w, out)
+
+
+def _multiply_rounded(x: RoundedRows, w: QuantisedWeight) -> Tensor:
+    """Multiplies by activations that were rounded for this weight."""
+    how = x.rounding
+    assert how == choose_rounding(w, x.rows, x.dtype) and x.shape[1] == w.in_features, (how, x.shape)
+    if how.group:
+        return _multiply_values(x.codes, w) if how.values else block_scaled_linear.multiply(x, w)
+    if how.to != torch.float8_e4m3fn:
+        out = torch.empty((x.rows, w.out_features), dtype=x.dtype, device=x.codes.device)
+        return _multiply(x.codes, x.scale, w, out)
+    return torch._scaled_mm(
+        x.codes,
+        w.codes.view(torch.float8_e4m3fn).t(),
+        scale_a=x.scale[:, None],
+        scale_b=w.factor[None],
+        bias=w.bias,
+        out_dtype=x.dtype,
+        use_fast_accum=True,
+    )
 
 
 def check(x: Tensor, w: QuantisedWeight) -> None:
@@ -166,19 +193,6 @@ def _multiply(x: Tensor, x_scale: Tensor | None, w: QuantisedWeight, out: Tensor
             ROUNDED=x_scale is not None, BIAS=w.bias is not None, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return out
-
-
-def round_rows(x: Tensor, to: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rounds x to (codes [n, in], float32 scales [n]): int8, float8_e4m3fn, or e4m3's values in ``x``'s own dtype."""
-    held = torch.uint8 if to == torch.float8_e4m3fn else to
-    codes = torch.empty(x.shape, dtype=held, device=x.device)
-    scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    most = 127.0 if to == torch.int8 else 448.0
-    rounding_kernel[(x.shape[0],)](
-        x, codes, scale, x.shape[1], most, TINY, WHOLE=to == torch.int8, BITS=held == torch.uint8, BLOCK=BLOCK,
-        num_warps=4,
-    )  # fmt: skip
-    return codes.view(to), scale
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -324,55 +338,3 @@ def added_kernel(
     if BIAS:
         value += tl.load(bias + feature, mask=there, other=0.0).to(tl.float32)
     tl.store(out + row * features + feature, value.to(out.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def round_code(value, most, WHOLE: tl.constexpr):
-    """Rounds values, clamped to ``most`` either way, to whole numbers or to numbers of e4m3."""
-    value = tl.where(tl.abs(value) <= most, value, tl.where(value > 0, most, -most))
-    return (value + _NEAREST) - _NEAREST if WHOLE else float8(value)
-
-
-@triton.jit(do_not_specialize=["most", "tiny"])
-def rounding_kernel(
-    x, codes, scale, width, most, tiny, WHOLE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Rounds one token so that its largest magnitude gets the largest code. A non-finite value makes its scale, and so
-    its row, non-finite.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    peak = tl.zeros([BLOCK], tl.float32)
-    spoiled = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, width, BLOCK):
-        value = tl.load(x + row * width + start + lane, mask=start + lane < width, other=0.0).to(tl.float32)
-        peak = tl.maximum(peak, tl.abs(value))
-        spoiled += value * 0.0
-    size = tl.maximum(tl.max(peak, 0), tiny) / most
-    tl.store(scale + row, size + tl.sum(spoiled, 0))
-    for start in range(0, width, BLOCK):
-        inside = start + lane < width
-        value = tl.load(x + row * width + start + lane, mask=inside, other=0.0).to(tl.float32) / size
-        code = round_code(value, most, WHOLE)
-        if BITS:
-            code = bits_of(code)
-        tl.store(codes + row * width + start + lane, code.to(codes.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def float8(value):
-    """Rounds float32 values up to 448 to the nearest e4m3: three bits after the leading one, down to steps of 2^-9."""
-    power = ((value.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 3
-    step = (tl.maximum(power, 118) << 23).to(tl.float32, bitcast=True)
-    return ((value / step + _NEAREST) - _NEAREST) * step
-
-
-@triton.jit
-def bits_of(value):
-    """Returns int32 codes of e4m3 values in float32: exponents count from 2^-7, and below 2^-6 codes are multiples of
-    2^-9.
-    """
-    size = tl.abs(value)
-    normal = (size.to(tl.int32, bitcast=True) >> 20) - 960
-    code = tl.where(size < 0.015625, (size * 512.0).to(tl.int32), normal)
-    return tl.where(value < 0, code | 0x80, code)

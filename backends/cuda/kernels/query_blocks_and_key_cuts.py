@@ -19,13 +19,21 @@ DRAWN, READ = 16, 64
 """Query heads times tokens of a block that uses cross-attention, in launches of one token per row, and in all others.
 """
 
-FEW = 512
+FEW = 128
 """Launches of fewer tokens have short blocks, which keep more processors busy."""
+
+MANY = 512
+"""From this many tokens on, tiles of a block have its full length on all cards; with fewer, only where products are by
+warp groups, since elsewhere a decoding row in a mixed launch would wait for the products of a tile's empty rows.
+"""
 
 
 def lanes_of(tokens: int, alike: bool) -> int:
     """Returns query heads times tokens of a block of queries, in a launch of ``tokens`` tokens in rows of any
     length.
+
+    The keys of a block may be cut, so that a few hundred tokens behind a long prefix keep all processors busy with long
+    blocks, too.
     """
     return SHORT if alike or tokens < FEW else LONG
 

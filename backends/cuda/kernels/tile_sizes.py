@@ -57,22 +57,29 @@ FORCED: dict[str, Tile] = {}
 """Tiles that replace the tables' while ``tools/tune_kernels.py`` or a test measures them."""
 
 
-def pick(kernel: str, q: Tensor, group: int, length: str = "any") -> Tile:
-    """Returns the tile for queries like ``q`` [tokens, heads, d], with ``group`` query heads per KV head."""
-    return FORCED.get(kernel) or find(kernel, arch_of(q.device), q.dtype.itemsize * 8, q.shape[2], group, length)
+def pick(kernel: str, q: Tensor, group: int, *lengths: str) -> Tile:
+    """Returns the tile for queries like ``q`` [tokens, heads, d], with ``group`` query heads per KV head.
+
+    Args:
+        lengths: classes of which the launch is; lines of the first go before those of the next. None: "any".
+    """
+    bits, wanted = q.dtype.itemsize * 8, lengths or ("any",)
+    return FORCED.get(kernel) or find(kernel, arch_of(q.device), bits, q.shape[2], group, *wanted)
 
 
 @cache
-def find(kernel: str, arch: int, bits: int, head: int, group: int, length: str) -> Tile:
+def find(kernel: str, arch: int, bits: int, head: int, group: int, *lengths: str) -> Tile:
     """Returns the first fitting entry; an architecture that is not listed uses the newest listed one below it.
 
     Raises:
         LookupError: no line fits.
     """
-    for e in entries(kernel, max((a for a in SHARED if a <= arch), default=0)):
-        if e.bits == bits and head <= e.head and group <= e.group and e.length in (length, "any"):
-            return e.tile
-    raise LookupError(f"{kernel}: no tile for sm_{arch}, {bits} bits, heads of {head}, groups of {group}, {length}")
+    for length in lengths:
+        for e in entries(kernel, max((a for a in SHARED if a <= arch), default=0)):
+            if e.bits == bits and head <= e.head and group <= e.group and e.length in (length, "any"):
+                return e.tile
+    said = " or ".join(lengths)
+    raise LookupError(f"{kernel}: no tile for sm_{arch}, {bits} bits, heads of {head}, groups of {group}, {said}")
 
 
 @cache
@@ -108,6 +115,13 @@ def arch_of(device: torch.device) -> int:
     return cards.architecture(device) if device.type == cards.name else INTERPRETED
 
 
+def has_warp_group_products(arch: int) -> bool:
+    """Returns True where a product of 16 bits and at least 64 rows is issued by groups of four warps, or by tensor
+    memory.
+    """
+    return 90 <= arch < 120
+
+
 def power(size: int) -> int:
     """Returns the smallest power of two >= ``size``; dimensions of a tile must be powers of two."""
     return 1 << (size - 1).bit_length()
@@ -128,7 +142,7 @@ def need(kernel: str, e: TileEntry) -> int:
     """
     tile, values, size = e.tile, lanes(e.head), e.bits // 8
     coded = kernel.endswith("_codes")
-    grouped = 90 <= e.arch < 120 and tile.m >= 64 and size == 2
+    grouped = has_warp_group_products(e.arch) and tile.m >= 64 and size == 2
     steps = tile.stages if grouped else max(tile.stages - 1, 1)
     step = 2 * tile.n * values * (1 if coded else size)
     shared = tile.m < 16 * tile.warps or tile.stages == 2 or (coded and grouped and e.arch >= 100)

@@ -22,7 +22,7 @@ from trencadis.core.media_spans import RESERVED_ROWS
 
 Int32 = NDArray[np.int32]
 
-STEP = 64
+STEP = 128
 """Pieces begin at multiples of this many keys, which all tiles of keys divide."""
 
 END = 1 << 30
@@ -111,7 +111,7 @@ def cut_blocks(keys: Int32, capacity: ItemCapacity) -> tuple[NDArray[np.int64], 
         parts = -(-keys[long] // (capacity.span or share))
         if len(parts) <= capacity.joins and parts.sum() <= capacity.parts:
             break
-        share = -(-9 * share // 8 // step) * step
+        share = -(-17 * share // 16 // step) * step
     each, size = np.ones(len(keys), np.int64), np.full(len(keys), share, np.int64)
     even = -(-keys[long] // -(-keys[long] // share))
     size[long] = -(-even // step) * step

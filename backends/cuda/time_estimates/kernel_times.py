@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +36,7 @@ class CardTimes:
         graph: seconds from the launch of a graph to its first kernel.
         all_reduce, all_reduce_byte: seconds of a sum over ranks, and of each of its bytes.
         host: seconds of a decode step's host work by rows.
+        flash_attention_3_share: share of the peak that attention by FlashAttention 3 reaches; 0: not for this card.
     """
 
     name: str
@@ -54,6 +55,11 @@ class CardTimes:
     all_reduce: float
     all_reduce_byte: float
     host: tuple[tuple[int, float], ...]
+    flash_attention_3_share: float = 0.0
+
+    def with_flash_attention_3(self) -> CardTimes:
+        """Returns the figures of launches in which FlashAttention 3 attends, where there is one for the card."""
+        return replace(self, attention_flops_share=self.flash_attention_3_share or self.attention_flops_share)
 
     def host_step(self, rows: int) -> float:
         """Returns the host's seconds for a step of ``rows`` rows, interpolated linearly between measurements."""

@@ -72,13 +72,13 @@ EXPERT_DECODING = {
 INTEGERS = 2.1
 """Instructions of a lane for each integer of 8 bits that experts multiply by integers, at most."""
 
-ROUNDED_PRODUCT = "_scaled_mm"
-"""Torch's product of 8-bit floats by 8-bit floats."""
+ROUNDED_PRODUCTS = ("_scaled_mm", "_scaled_mm_v2")
+"""Torch's products of 8-bit floats by 8-bit floats: with scales of rows, and with those of blocks."""
 
 EIGHT_BITS = 2.0
 """Rate of products of 8 bits by 8 bits, over that of 16 bits."""
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", ROUNDED_PRODUCT)
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", *ROUNDED_PRODUCTS)
 NO_KERNEL = (
     "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "view", "_unsafe_view", "reshape",
     "_reshape_alias", "transpose", "t", "split", "split_with_sizes", "slice", "select", "unsqueeze", "squeeze",
@@ -166,11 +166,11 @@ class KernelRecorder:
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         moved = sum(t.nbytes for t in (*given, *made))
         if name in PRODUCTS:
-            x, w = positional[:2] if name == ROUNDED_PRODUCT else positional[-2:]
+            x, w = positional[:2] if name in ROUNDED_PRODUCTS else positional[-2:]
             rows, columns = x.shape[-2], w.shape[-1]
             programs = choose_programs(rows, columns, self._processors).programs
             flops = 2 * rows * x.shape[-1] * columns
-            rate = EIGHT_BITS if name == ROUNDED_PRODUCT else 1.0
+            rate = EIGHT_BITS if name in ROUNDED_PRODUCTS else 1.0
             self.kernels.append(RecordedKernel(name, PRODUCT, moved, flops, programs=programs, rate=rate))
         elif name not in NO_KERNEL:
             self.kernels.append(RecordedKernel(name, ROWS, moved))

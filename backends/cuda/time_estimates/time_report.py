@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from trencadis.backends.cuda.shape_policy import FLASH_3, FLASH_ATTN, OWN_KERNELS
 from trencadis.backends.cuda.time_estimates.kernel_times import (
     DEFAULT,
     SCALED,
@@ -72,11 +74,13 @@ def weight_seconds(kernels: Sequence[RecordedKernel], on: CardTimes) -> float:
 
 def times(
     model: ModelConfig, ranks: int = 1, name: str = "", rows: Sequence[int] = ROWS, context: int = CONTEXT,
-    depth: int = 1, prompts: Sequence[int] = PROMPTS, verified: Sequence[Bucket] = (),
+    depth: int = 1, prompts: Sequence[int] = PROMPTS, verified: Sequence[Bucket] = (), attention: str = "",
 ) -> JsonObject:  # fmt: skip
     """Computes the report as plain values, in seconds.
 
     Args:
+        attention: value of ``--attention-backend``: what attends to prompts. None, on a Hopper: FlashAttention 3 if it
+            is installed here, as ``serve`` would have it.
         verified: VERIFY buckets whose steps are estimated beside DECODE of as many rows.
 
     Raises:
@@ -90,12 +94,33 @@ def times(
     recorder = DecodeRecorder(model, ranks, int(on.processors))
     loads = [_load(recorder.step(count, context), count, on, depth) for count in rows]
     longest = [n for n in prompts if n <= model.text.max_positions]
+    third = on.flash_attention_3_share > 0 and (attention == FLASH_ATTN or (not attention and _has_flash_3()))
+    attending = on.with_flash_attention_3() if third else on
     return {
         "model": model.name, "card": on.name, "ranks": ranks, "context": context, "depth": depth, "loads": loads,
         "verified": [_estimate_verify(recorder, bucket, context, on, depth) for bucket in verified],
-        "prompts": [_prompt(recorder.prompt(count), count, on) for count in longest],
+        "attention": _explain_flash_3(attention) if third else _explain_own(attention, on),
+        "prompts": [_prompt(recorder.prompt(count), count, attending) for count in longest],
         "sources": {**sources(on.name), "host": "our own: docs/benchmarks.md"},
     }  # fmt: skip
+
+
+def _has_flash_3() -> bool:
+    """Returns True if this Python has FlashAttention 3; imports nothing."""
+    return any(find_spec(name.partition(".")[0]) is not None for name in FLASH_3)
+
+
+def _explain_flash_3(attention: str) -> str:
+    """Returns why FlashAttention 3 attends to prompts."""
+    return f"flash-attn 3 ({'asked for' if attention else 'installed here'})"
+
+
+def _explain_own(attention: str, on: CardTimes) -> str:
+    """Returns what attends to prompts if FlashAttention 3 does not."""
+    if attention and attention != OWN_KERNELS:
+        return f"as this engine's own kernels, for want of figures of {attention} on {on.name}"
+    other = f" ({FLASH_ATTN} with flash-attn 3: --attention-backend {FLASH_ATTN})" if on.flash_attention_3_share else ""
+    return f"this engine's own kernels{other}"
 
 
 def _load(kernels: Sequence[RecordedKernel], rows: int, on: CardTimes, depth: int) -> JsonObject:
@@ -162,6 +187,8 @@ def lines(report: JsonObject) -> Iterator[str]:
             f"  {one['rows']:>3} rows of {one['drafts']} drafts: {1e3 * one['step']:.2f} ms a step, {one['kernels']} "
             f"kernels; pays from {one['ratio']:.2f} tokens a row on"
         )
+    if report["prompts"]:
+        yield f"  attention of prompts: {report['attention']}"
     for prompt in report["prompts"]:
         shares = sorted(prompt["parts"].items(), key=lambda part: -part[1])
         shares_text = ", ".join(

@@ -18,7 +18,16 @@ from torch.nn import functional
 
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.quantised_tensor import QTensor
-from trencadis.core.quant.quantised_weight_layout_and_bytes import CELL, FP4_HALVES, cells, cut_columns, half_of
+from trencadis.core.quant.quantised_weight_layout_and_bytes import (
+    BLOCK_SIZE,
+    CELL,
+    FOURS,
+    FP4_HALVES,
+    cells,
+    cut_columns,
+    half_of,
+    has_block_scales,
+)
 
 INT8, INT4, E4M3, E5M2, FP4 = range(5)
 """Kinds of codes; 4-bit floats (e2m1) are kept for experts alone."""
@@ -55,6 +64,8 @@ class QuantisedWeight:
         columns: stored columns; groups are padded with zeros.
         group: columns of a group; 0: one group per row.
         rounds: activations are rounded to 8 bits of the same kind, with one scale per token.
+        blocks: float32 [output features / 128, columns / 128, filled up to ``FOURS``], the scale of each block of an
+            e4m3 weight whose activations are rounded with a scale for each 128 columns of a token; None: they are not.
     """
 
     codes: Tensor
@@ -69,16 +80,19 @@ class QuantisedWeight:
     rounds: bool
     out_features: int
     in_features: int
+    blocks: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors except the bias."""
-        held = (self.codes, self.factor, self.scale, self.zero, self.gather)
+        held = (self.codes, self.factor, self.scale, self.zero, self.gather, self.blocks)
         return sum(t.nbytes for t in held if t is not None)
 
 
-def pack_quantised_weight(q: QTensor, bias: Tensor | None, arch: int) -> QuantisedWeight:
+def pack_quantised_weight(q: QTensor, bias: Tensor | None, arch: int, by_blocks: bool = False) -> QuantisedWeight:
     """Packs a weight for a card of compute capability ``arch`` / 10.
+
+    ``by_blocks``: the card has products of 8-bit floats with a scale for each block.
 
     Raises:
         StartupError: a code of a float is not finite.
@@ -100,8 +114,22 @@ def pack_quantised_weight(q: QTensor, bias: Tensor | None, arch: int) -> Quantis
         factor = factor * SHIFTED
     return QuantisedWeight(
         codes.contiguous(), factor.contiguous(), parts, zero, gather, bias, kind, data.shape[1], group, rounds,
-        *q.shape,
+        *q.shape, _find_blocks(q) if by_blocks and kind == E4M3 and gather is None else None,
     )  # fmt: skip
+
+
+def _find_blocks(q: QTensor) -> Tensor | None:
+    """Returns the scales of a weight's blocks, as in ``QuantisedWeight``; None if its scheme rounds no activations so,
+    or its rows do not share scales by 128, as where matrices whose sizes are no multiples of that were joined.
+    """
+    rows, columns = q.shape
+    fits = q.group == BLOCK_SIZE and q.dtype.itemsize == 2 and has_block_scales(q.scheme, rows, columns)
+    if not fits or q.scale.shape[1] != columns // BLOCK_SIZE:
+        return None
+    each = q.scale[::BLOCK_SIZE]
+    if not each.is_meta and not torch.equal(each.repeat_interleave(BLOCK_SIZE, 0)[:rows], q.scale):
+        return None
+    return functional.pad(each, (0, -each.shape[1] % FOURS)).contiguous()
 
 
 _HALF_CODES = torch.tensor([FP4_HALVES.index(value) if value in FP4_HALVES else 0 for value in range(-12, 13)]).to(
@@ -249,11 +277,17 @@ def _wide(each: Tensor, w: QuantisedWeight) -> Tensor:
 
 
 def round_activations(x: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    """Rounds activations as the card does: (codes [n, in] as float32, float32 scales [n, 1]), one scale per token."""
+    """Rounds activations as the card does: (codes [..., in] as float32, float32 scales [..., 1]), one scale per row."""
     wide = x.float()
-    scale = wide.abs().amax(1, keepdim=True).clamp_min(TINY) / LARGEST[kind]
+    scale = wide.abs().amax(-1, keepdim=True).clamp_min(TINY) / LARGEST[kind]
     codes = wide / scale
     return codes.round() if kind == INT8 else codes.to(torch.float8_e4m3fn).float(), scale
+
+
+def round_groups(x: Tensor) -> Tensor:
+    """Returns float32 activations [n, in], rounded to e4m3 with a scale for each ``BLOCK_SIZE`` columns of a row."""
+    codes, scale = round_activations(x.reshape(len(x), -1, BLOCK_SIZE), E4M3)
+    return (codes * scale).flatten(1)
 
 
 TINY = 1e-30
@@ -270,5 +304,5 @@ def product(x: Tensor, w: QuantisedWeight, values: Tensor | None = None) -> Tens
         codes, scale = round_activations(x, w.kind)
         y = functional.linear(codes, values) * scale
     else:
-        y = functional.linear(x.float(), values)
+        y = functional.linear(x.float() if w.blocks is None else round_groups(x), values)
     return (y if w.bias is None else y + w.bias.float()).to(x.dtype)

@@ -1,7 +1,9 @@
-"""Stand-ins of flash-attn 2 (``flash_attn``) and 3 (``flash_attn_interface``) that refuse what they refuse.
+"""Stand-ins of flash-attn 2 (``flash_attn``), 3 (``flash_attn_interface``) and torch's copy of 2 that refuse what they
+refuse.
 
 Rules: csrc/flash_attn/flash_api.cpp (``mha_varlen_fwd``) and hopper/flash_api.cpp (``mha_fwd``) of
-Dao-AILab/flash-attention, versions 2.8.4 and 3.
+Dao-AILab/flash-attention, versions 2.8.4 and 3; torch/nn/attention/varlen.py and ``mha_varlen_fwd`` in
+aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp of torch 2.13.
 """
 
 from __future__ import annotations
@@ -104,6 +106,39 @@ def flash_attn_with_kvcache(
     left = window_size[0] if window_size[0] < most - 1 else -1
     return _KERNEL(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, left + 1, max_seqlen_q,
                    most)  # fmt: skip
+
+
+def varlen_attn(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int, *,
+    return_aux: Any = None, scale: float | None = None, window_size: Window = (-1, -1), enable_gqa: bool = False,
+    seqused_k: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
+) -> Tensor:  # fmt: skip
+    """torch's, whose window of (-1, 0) is what others call causal; without ``seqused_k`` it would take whole pages."""
+    assert block_table is not None and seqused_k is not None and cu_seq_k is not None and scale
+    if not enable_gqa and query.shape[1] != key.shape[2]:
+        raise ValueError(f"Expect query and key/value to have the same number of heads but got Hq={query.shape[1]}")
+    _common(query, key, value, block_table, cu_seq_q, window_size)
+    check(key.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256")
+    check(cu_seq_k.dtype == torch.int32 and cu_seq_k.is_contiguous(), "cu_seqlens_k must have dtype int32")
+    check(cu_seq_k.shape == cu_seq_q.shape, "cu_seqlens_k must have shape (batch_size + 1)")
+    check(seqused_k.dtype == torch.int32 and seqused_k.is_contiguous(), "seqused_k must have dtype int32")
+    check(len(seqused_k) == len(cu_seq_q) - 1, "seqused_k must have shape (batch_size)")
+    check(type(max_q) is int and type(max_k) is int, "incompatible function arguments")
+    left, right = window_size
+    if max_q > 1 and right != 0:
+        raise KernelFault("queries see keys behind them")
+    if max_q == 1 and query.shape[1] > key.shape[2] and left < 0 and right < 0:
+        check(len(query) == len(cu_seq_q) - 1, f"shape '[{len(cu_seq_q) - 1}, ...]' is invalid for {len(query)}")
+    left = left if left < max_k else -1
+    return _KERNEL(query, key, value, cu_seq_q, seqused_k, block_table, scale, left + 1, max_q, max_k)
+
+
+def install_torch(patch: pytest.MonkeyPatch) -> None:
+    """A torch that was built with FlashAttention, and no package of it."""
+    patch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    patch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    for name in ("flash_attn", "flash_attn_interface", "flash_attn_3.flash_attn_interface"):
+        patch.setitem(sys.modules, name, None)
 
 
 def install(patch: pytest.MonkeyPatch, version: int) -> None:

@@ -1,7 +1,8 @@
 """A stand-in of flashinfer 0.6 whose wrappers keep the rules of captured graphs.
 
 Rules: flashinfer/prefill.py and flashinfer/decode.py, and what a plan needs of its workspaces, from
-include/flashinfer/attention/scheduler.cuh (``PrefillPlan``). A kernel reads the plan from the workspace of integers
+include/flashinfer/attention/scheduler.cuh (``PrefillPlan``, and ``PrefillSM90Plan`` of the kernels that "auto" picks on
+Hopper, which cut no keys). A kernel reads the plan from the workspace of integers
 when it runs: a plan of another launch that lies there is found out.
 """
 
@@ -55,6 +56,10 @@ class Wrapper:
     plans: ClassVar[int] = 0
     blocking: ClassVar[int] = 0
     """Plans, and copies for which a plan waited."""
+    hopper: ClassVar[bool] = False
+    backends: ClassVar[set[str]] = set()
+    """Kernels that were planned."""
+    backend = "fa2"
 
     def _begin(self, floats: Tensor, layout: str, graph: bool, *buffers: Tensor | None) -> None:
         self._aligned(floats)
@@ -104,6 +109,9 @@ class Wrapper:
         whole: bool,
     ) -> None:  # fmt: skip
         """Sizes as the scheduler bounds them, and the plan in the workspace."""
+        if self.backend == "auto":
+            self.backend = "fa3" if self.hopper else "fa2"
+        Wrapper.backends.add(self.backend)
         assert dtype in (torch.float16, torch.bfloat16) and d in (64, 128, 256) and heads % kv_heads == 0
         held = pages.diff()
         assert bool(((last >= 1) & (last <= page) | (held == 0) & (last == 0)).all()), "1 <= last_page_len <= page_size"
@@ -116,6 +124,9 @@ class Wrapper:
         tiles = max(2 * PROCESSORS // kv_heads, -(-self._most * group // tile) + batch - 1)
         floats = 0 if whole else heads * tiles * tile * (d + 1) * 4
         ints = 4 * (3 * tiles + batch + 2) + (0 if whole else 4 * (self._most + 1) + tiles)
+        if self.backend == "fa3":
+            works = (-(-self._most // 128) + batch - 1) * heads
+            floats, ints, tiles = 0, 4 * (8 * works + PROCESSORS + 1), works
         if floats > self._floats.numel() or ints > self._ints.numel():
             raise RuntimeError("Buffer overflow when allocating memory for batch_prefill_tmp_v")
         self._sizes = heads, kv_heads, d, page
@@ -144,6 +155,10 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         paged_kv_last_page_len_buf: Any = None, custom_mask_buf: Any = None, mask_indptr_buf: Any = None,
         backend: str = "auto", jit_args: Any = None, jit_kwargs: Any = None,
     ) -> None:  # fmt: skip
+        assert backend in ("auto", "fa2", "fa3")
+        if backend != "fa2" and not hasattr(self, "workspace_size"):
+            raise MemoryError("64 MiB of key offsets for each wrapper")
+        self.backend = backend
         self._fixed = qo_indptr_buf, paged_kv_indptr_buf, paged_kv_last_page_len_buf
         self._begin(float_workspace_buffer, kv_layout, use_cuda_graph, *self._fixed, paged_kv_indices_buf)
         self._indices = paged_kv_indices_buf
@@ -166,6 +181,13 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         return self._run(q, paged_kv_cache, k_scale, starts, pages, self._indices, last)
 
 
+class NewerPrefill(BatchPrefillWithPagedKVCacheWrapper):
+    """A version whose kernels for Hopper read page ids as they are."""
+
+    def workspace_size(self) -> tuple[int, int]:
+        raise NotImplementedError
+
+
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     def __init__(
         self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
@@ -173,6 +195,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         paged_kv_last_page_len_buffer: Any = None, backend: str = "auto", jit_args: Any = None,
     ) -> None:  # fmt: skip
         assert use_tensor_cores, "the group sizes of CUDA cores are few"
+        assert backend == "fa2", "the others cut no keys"
         self._fixed = paged_kv_indptr_buffer, paged_kv_last_page_len_buffer
         self._begin(float_workspace_buffer, kv_layout, use_cuda_graph, *self._fixed, paged_kv_indices_buffer)
         self._indices = paged_kv_indices_buffer
@@ -194,12 +217,14 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         return self._run(q, paged_kv_cache, k_scale, self._starts, pages, self._indices, last)
 
 
-def install(patch: pytest.MonkeyPatch) -> None:
-    """``import flashinfer`` finds these."""
+def install(patch: pytest.MonkeyPatch, hopper: bool = False, newer: bool = True) -> None:
+    """``import flashinfer`` finds these; ``newer``: a version with ``workspace_size``."""
     module: Any = ModuleType("flashinfer")
     module.__version__ = "0.6.18"
-    for found in (BatchPrefillWithPagedKVCacheWrapper, BatchDecodeWithPagedKVCacheWrapper):
-        setattr(module, found.__name__, found)
+    module.BatchPrefillWithPagedKVCacheWrapper = NewerPrefill if newer else BatchPrefillWithPagedKVCacheWrapper
+    module.BatchDecodeWithPagedKVCacheWrapper = BatchDecodeWithPagedKVCacheWrapper
     patch.setitem(sys.modules, "flashinfer", module)
     patch.setattr(Wrapper, "plans", 0)
     patch.setattr(Wrapper, "blocking", 0)
+    patch.setattr(Wrapper, "hopper", hopper)
+    patch.setattr(Wrapper, "backends", set())

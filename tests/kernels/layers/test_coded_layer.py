@@ -11,8 +11,8 @@ import torch
 from benchmarks.gpu import layers
 from tests.kernels.quantised.test_quantised import packed
 from tests.oracles import interpreter
-from trencadis.backends.cuda.kernels import norms, quantised_linear
-from trencadis.backends.cuda.kernels.layers import rounded_rows, skinny_gemm, skinny_quantised_gemm
+from trencadis.backends.cuda.kernels import activation_rounding, norms
+from trencadis.backends.cuda.kernels.layers import skinny_gemm, skinny_quantised_gemm
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.backends.cuda.weights.quantised_weight import E4M3, INT8, LARGEST, QuantisedWeight, dequantise
 from trencadis.core.quant.online_quant import quantise
@@ -123,8 +123,8 @@ def test_rounding_behind_a_norm_is_that_of_two_launches(
     totals, normed = [torch.empty_like(x) for _ in range(2)], torch.empty_like(x)
     norms.rms_norm(x, residual, weight, 1e-6, totals[0], normed)
     for source, norm in ((normed, skinny_gemm.NormOf(weight, 1e-6, residual, totals[1])), (x, None)):
-        want, scale = quantised_linear.round_rows(source, to)
-        got, mine = rounded_rows.round_rows(x, kind, norm)
+        want, scale = activation_rounding.round_rows(source, to)
+        got, mine = activation_rounding.round_few(x, kind, norm)
         assert got.dtype == (torch.float16 if kind == E4M3 else dtype), "exact there, and decoded in fewer instructions"
         assert torch.equal(got[:3].float(), want[:3].float()) and torch.equal(mine[:3], scale[:3])
         assert not mine[3].isfinite() and got[:2].abs().amax() == LARGEST[kind]

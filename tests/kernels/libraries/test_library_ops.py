@@ -30,7 +30,10 @@ from trencadis.backends.cuda.runtime_protocol import Stream
 from trencadis.core.device.backend import LayerKV
 
 BF16, FP16 = torch.bfloat16, torch.float16
-KINDS = {"flash2": ("FLASH_ATTN", 80, 256), "flash3": ("FLASH_ATTN", 90, 16), "flashinfer": ("FLASHINFER", 90, 32)}
+KINDS = {
+    "flash2": ("FLASH_ATTN", 80, 256), "flash3": ("FLASH_ATTN", 90, 16), "torch": ("FLASH_ATTN", 90, 256),
+    "flashinfer": ("FLASHINFER", 90, 32),
+}  # fmt: skip
 """Name, architecture, and a size of blocks that the library takes."""
 
 ROWS = ((0, 12), (21, 1), (300, 3), (520, 1), (0, 2))
@@ -48,12 +51,14 @@ WINDOWS = {
 }
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[*KINDS, "flashinfer Hopper"])
 def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SelectedLibrary:
     """Each library as ``--attention-backend`` finds it."""
-    kind: str = request.param
+    kind, _, card = request.param.partition(" ")
     if kind == "flashinfer":
-        flashinfer.install(monkeypatch)
+        flashinfer.install(monkeypatch, hopper=bool(card))
+    elif kind == "torch":
+        flash.install_torch(monkeypatch)
     else:
         flash.install(monkeypatch, int(kind[-1]))
     name, arch, _ = KINDS[kind]
@@ -76,7 +81,7 @@ def ready_of(case: Case, found: SelectedLibrary, device: torch.device) -> Prepar
         host = arrays(case.bucket, ready.inputs, case.sizes)
         launch.plan({name: getattr(host.attn, name) for name in ("row_start", "context", "block_start")})
     else:
-        launch = FlashAttnLaunch(found.calls["attend"], found.kind == "flash3", case.bucket, case.sizes)
+        launch = FlashAttnLaunch(found.calls["attend"], found.kind, case.bucket, case.sizes)
 
     def attend(turned: torch.Tensor) -> None:
         launch.begin(ready.tensors.attn)
@@ -283,7 +288,7 @@ def test_pages_of_another_size_are_refused_by_version_2(monkeypatch: pytest.Monk
     two = select_library("FLASH_ATTN", 80)
     case = CASES["no surplus"]
     ready = prepared(case, device)
-    launch = FlashAttnLaunch(two.calls["attend"], False, case.bucket, case.sizes)
+    launch = FlashAttnLaunch(two.calls["attend"], "flash2", case.bucket, case.sizes)
     launch.begin(ready.tensors.attn)
     with pytest.raises(RuntimeError, match="divisible by 256"):
         launch.attend(torch.zeros_like(ready.q).contiguous(), ready.cache, 0.1, 0)
@@ -297,7 +302,7 @@ def test_a_number_of_the_host_that_is_too_small_is_found(
     three = select_library("FLASH_ATTN", 90)
     case = CASES["no surplus"]
     ready = prepared(case, device)
-    launch = FlashAttnLaunch(three.calls["attend"], True, case.bucket, case.sizes)
+    launch = FlashAttnLaunch(three.calls["attend"], "flash3", case.bucket, case.sizes)
     setattr(launch, f"_{field}", 1)
     if field == "queries":
         launch.begin(ready.tensors.attn)
@@ -307,3 +312,16 @@ def test_a_number_of_the_host_that_is_too_small_is_found(
         launch.begin(ready.tensors.attn)
         out = launch.attend(torch.zeros_like(ready.q).contiguous(), ready.cache, 0.1, 0)
         assert out.isnan().any(), "tokens of no row are not written"
+
+
+@pytest.mark.parametrize(("newer", "kernels"), [(True, "fa3"), (False, "fa2")])
+def test_prompts_have_the_kernels_that_flashinfer_picks(
+    newer: bool, kernels: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Those of version 3 on Hopper, where a wrapper has no 64 MiB of its own for them; DECODE keeps version 2."""
+    flashinfer.install(monkeypatch, hopper=True, newer=newer)
+    infer = select_library("FLASHINFER", 90)
+    ready_of(CASES["prompts and decoding rows"], infer, device).run()
+    assert flashinfer.Wrapper.backends == {kernels}
+    ready_of(CASES["decoding"], infer, device).run()
+    assert flashinfer.Wrapper.backends == {kernels, "fa2"}

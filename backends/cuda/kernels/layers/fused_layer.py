@@ -11,12 +11,12 @@ from torch import Tensor
 
 from trencadis.backends.cpu.recurrent_ops import EPS
 from trencadis.backends.cpu.reference_ops import PlainWeight
-from trencadis.backends.cuda.kernels import delta_net_step
+from trencadis.backends.cuda.kernels import delta_net_step, quantised_linear
+from trencadis.backends.cuda.kernels.activation_rounding import round_few, round_to
 from trencadis.backends.cuda.kernels.attention_metadata import ItemAttn, SingleAttn
 from trencadis.backends.cuda.kernels.layers import (
     fused_decode_attention,
     fused_verify_attention,
-    rounded_rows,
     skinny_gemm,
     skinny_quantised_gemm,
 )
@@ -117,8 +117,12 @@ def multiply(
     weight = linear.weights[0]
     if isinstance(weight, QuantisedWeight):
         if weight.rounds:
-            codes, scales = rounded_rows.round_rows(x, weight.kind, norm)
+            codes, scales = round_few(x, weight.kind, norm)
             return skinny_quantised_gemm.product(codes, weight, arrived, None, gate, residual, scales, x.dtype)
+        how = quantised_linear.choose_rounding(weight, len(x), x.dtype)
+        if how is not None:  # in groups, whose values these kernels take
+            rounded = round_to(x, how, norm, dependent=True)
+            return skinny_quantised_gemm.product(rounded.codes, weight, arrived, None, gate, residual)
         return skinny_quantised_gemm.product(x, weight, arrived, norm, gate, residual)
     assert isinstance(weight, PlainWeight)
     return skinny_gemm.product(x, weight, arrived, norm, gate, residual)
