@@ -136,5 +136,5 @@ def test_ptx_stands_in_few_functions() -> None:
             text = ast.unparse(function)
             if "inline_asm" in text or "gdc_" in text or "libdevice" in text:
                 found.add(function.name)
-    decoders = {"decode_floats", "decode_pairs", "decode_fp4"}
+    decoders = {"decode_floats", "place_floats", "decode_pairs", "decode_fp4"}
     assert found == {*decoders, "fetch", "wait"}

@@ -274,7 +274,8 @@ def test_no_two_warp_groups_share_memory_without_a_barrier() -> None:
 
 CODES = {
     r"bfloat16 int4": 4.0, r"float16 fp8, down": 2.0, r"bfloat16 int4.* 8 rows": 3.2, r"float16 int4.* 8 rows": 3.75,
-    r"bfloat16 fp8.* 8 rows": 3.1, r"float16 fp8.* 8 rows": 2.1, r"bfloat16 fp8 by fp8": 2.0,
+    r"bfloat16 fp8": 3.1, r"bfloat16 fp8.* 8 rows": 2.6, r"float16 fp8.* 8 rows": 2.1, r"bfloat16 fp8 by fp8": 2.0,
+    r"float16 int4, .*, down": 3.3, r"float16 int4": 4.6,
 }  # fmt: skip
 """What cases begin with -> most instructions of a trip for each of their codes."""
 

@@ -32,6 +32,9 @@ NO_CONVERSION, TO_FLOAT16, TO_BFLOAT16 = range(3)
 PTX_TO_BFLOAT16 = 100, 92
 """Compute capability x 10, and version of PTX x 10, from which e4m3 is converted to bfloat16."""
 
+PLACED = 2.0**120
+"""Factor by which bits of an e4m3 that are moved to their places in a bfloat16 are smaller than the value."""
+
 _INT4, _INT8, _E4M3, _MIDDLE = tl.constexpr(INT4), tl.constexpr(INT8), tl.constexpr(E4M3), tl.constexpr(MIDDLE)
 _TO_BFLOAT16 = tl.constexpr(TO_BFLOAT16)
 
@@ -49,6 +52,14 @@ def find_conversion(w: QuantisedWeight, device: torch.device) -> int:
     if w.kind != E4M3 or not in_use().runs_ptx or knobs.runtime.interpret or arch < ROUNDS_FLOATS:
         return NO_CONVERSION
     return TO_BFLOAT16 if arch >= PTX_TO_BFLOAT16[0] and _ptx_version(arch) >= PTX_TO_BFLOAT16[1] else TO_FLOAT16
+
+
+def places_floats(w: QuantisedWeight, dtype: torch.dtype, device: torch.device) -> bool:
+    """True if a product of few rows takes e4m3 codes as bits in their places of a bfloat16 (``place_floats``), since
+    the card does not convert them to it. Only tensor cores that keep subnormal operands may.
+    """
+    keeps = knobs.runtime.interpret or is_packed(dtype)
+    return w.kind == E4M3 and dtype == torch.bfloat16 and keeps and find_conversion(w, device) != TO_BFLOAT16
 
 
 @cache
@@ -98,6 +109,17 @@ _BITS_F16 = tl.constexpr("""{
 holds copies of the lower one's sign, of which the shift brings one to the place of that half's sign.
 """
 
+_PLACED_BF16 = tl.constexpr("""{
+    .reg .b32 a, b;
+    prmt.b32 a, $2, 0, 0x1804;
+    prmt.b32 b, $2, 0, 0x3a24;
+    shr.s32 a, a, 4;
+    shr.s32 b, b, 4;
+    and.b32 $0, a, 0x87f087f0;
+    and.b32 $1, b, 0x87f087f0;
+    }""")
+"""Two pairs of bfloat16, e4m3 / ``PLACED``: the moved bits alone. Codes below 2^-6 are subnormal bfloat16 then."""
+
 _BITS_BF16 = tl.constexpr("""{
     .reg .b32 a, b, by, none;
     mov.b32 by, 0x77807780;
@@ -113,19 +135,19 @@ _BITS_BF16 = tl.constexpr("""{
     }""")
 """Two pairs of bfloat16, e4m3 / ``SHIFTED``: the moved bits are 2^-120 of the value, of which 2^112 is made up for."""
 
-_CONVERTED_F16 = tl.constexpr("""{
-    .reg .b16 low, high;
-    mov.b32 {low, high}, $2;
-    cvt.rn.f16x2.e4m3x2 $0, low;
-    cvt.rn.f16x2.e4m3x2 $1, high;
-    }""")
 
-_CONVERTED_BF16 = tl.constexpr("""{
+def convert_floats(kind: str) -> str:
+    """Returns PTX that converts four e4m3 codes of ``$2`` to two pairs of ``kind``."""
+    return f"""{{
     .reg .b16 low, high;
-    mov.b32 {low, high}, $2;
-    cvt.rn.bf16x2.e4m3x2 $0, low;
-    cvt.rn.bf16x2.e4m3x2 $1, high;
-    }""")
+    mov.b32 {{low, high}}, $2;
+    cvt.rn.{kind}.e4m3x2 $0, low;
+    cvt.rn.{kind}.e4m3x2 $1, high;
+    }}"""
+
+
+_CONVERTED_F16 = tl.constexpr(convert_floats("f16x2"))
+_CONVERTED_BF16 = tl.constexpr(convert_floats("bf16x2"))
 
 _WIDENED_BF16 = tl.constexpr("""{
     .reg .b16 low, high, p, q, r, s;
@@ -206,4 +228,15 @@ def decode_floats(held, dtype: tl.constexpr, CONVERTS: tl.constexpr):
         codes = tl.inline_asm_elementwise(
             _CONVERTED_F16 if CONVERTS else _BITS_F16, "=r,=r,r", [held], dtype=tl.float16, is_pure=True, pack=4
         )
+    return codes
+
+
+@triton.jit
+def place_floats(held, PACKED: tl.constexpr):
+    """Returns e4m3 codes (uint8) as bfloat16, divided by ``PLACED``."""
+    if PACKED:
+        codes = tl.inline_asm_elementwise(_PLACED_BF16, "=r,=r,r", [held], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        bits = held.to(tl.uint16)
+        codes = (((bits & 0x80) << 8) | ((bits & 0x7F) << 4)).to(tl.bfloat16, bitcast=True)
     return codes

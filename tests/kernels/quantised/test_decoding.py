@@ -175,6 +175,7 @@ FLOATS = {
     "float16 by bits": (code_decoding._BITS_F16, torch.float16, SHIFTED),
     "bfloat16 by bits": (code_decoding._BITS_BF16, torch.bfloat16, SHIFTED),
     "float16, converted": (code_decoding._CONVERTED_F16, torch.float16, 1.0),
+    "bfloat16, bits alone": (code_decoding._PLACED_BF16, torch.bfloat16, code_decoding.PLACED),
     "bfloat16, converted": (code_decoding._CONVERTED_BF16, torch.bfloat16, 1.0),
     "bfloat16 by way of float32": (code_decoding._WIDENED_BF16, torch.bfloat16, 1.0),
 }  # fmt: skip
@@ -239,6 +240,27 @@ def test_every_float_in_a_kernel(dtype: torch.dtype, device: torch.device) -> No
     fused = skinny_quantised_gemm.product(x, w, skinny_gemm.counters(device))
     assert torch.equal(fused.cpu().float(), values.t()[:8])
     assert len(values.t()[:8].unique()) == 253, "both zeros are one value"
+
+
+@pytest.mark.parametrize("power", [-60, -20, 0, 20, 58])
+def test_small_and_large_rows_keep_their_bits(power: int, device: torch.device) -> None:
+    """Rows that are multiplied by a power of two, as codes that are bits in their places need, and what a norm's weight
+    does to them: sums of rows 2^power as large are 2^power as large.
+    """
+    q = quantise(normal(64, 256), Scheme(8, "float", activations="none"), torch.bfloat16)
+    w, x = packed(q, None, device), normal(5, 256, seed=3).bfloat16().to(device)
+    norm = skinny_gemm.NormOf(normal(256, seed=4).abs().bfloat16().to(device), 0.0)
+    assert code_decoding.places_floats(w, x.dtype, device)
+    for before in (None, norm):
+        one, other = (
+            skinny_quantised_gemm.product(rows, w, skinny_gemm.counters(device), before).cpu().float()
+            for rows in (x, x * 2.0**power)
+        )
+        assert torch.equal(one * 2.0 ** (power if before is None else 0), other)
+        assert one.abs().max() > 0.1 and not one.isnan().any()
+    plain = skinny_quantised_gemm.product(x, w, skinny_gemm.counters(device)).cpu().float()
+    want = x.cpu().float() @ dequantise(w).cpu().float().t()
+    assert ((plain - want).abs() <= 2**-8 * want.abs().clamp_min(want.abs().max() / 64)).all()
 
 
 @pytest.mark.parametrize("high", [False, True])

@@ -14,7 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from trencadis.backends.cuda.kernels import quantised_linear, tile_sizes
-from trencadis.backends.cuda.kernels.code_decoding import decode_codes, find_conversion, is_packed
+from trencadis.backends.cuda.kernels.code_decoding import (
+    PLACED,
+    decode_codes,
+    find_conversion,
+    is_packed,
+    place_floats,
+    places_floats,
+)
 from trencadis.backends.cuda.kernels.gpu_platform import in_use
 from trencadis.backends.cuda.kernels.layers import dependent_launch, skinny_gemm
 from trencadis.backends.cuda.kernels.layers.dependent_launch import fetch, wait
@@ -22,6 +29,12 @@ from trencadis.backends.cuda.kernels.layers.skinny_gemm import LINES, NormOf, _a
 from trencadis.backends.cuda.weights.quantised_weight import INT4, SHIFTED, QuantisedWeight
 
 _INT4, _SHIFTED = tl.constexpr(INT4), tl.constexpr(SHIFTED)
+
+ENLARGED = tl.constexpr(2.0**64)
+"""Factor of rows that meet codes which are ``PLACED`` times too small, so that no sum is subnormal; the rest of PLACED
+is part of the weight's factor. Rows from 2^-60 to 2^63 lose nothing by it."""
+
+_MADE_UP = tl.constexpr(PLACED / 2.0**64 / SHIFTED)
 STEP = 128
 """Columns of a trip of the loop, which may be several steps."""
 
@@ -92,8 +105,8 @@ def product(
         GROUP=w.group, ZERO=w.zero is not None, NORM=norm is not None,
         ADD=norm is not None and norm.residual is not None, GATE=gate, BIAS=w.bias is not None,
         RESIDUAL=residual is not None, ROUNDED=scales is not None, NARROW=x.dtype == torch.float16,
-        PACKED=is_packed(x.dtype), CONVERTS=find_conversion(w, x.device), DEPENDENT=depends, M=tile.m, N=tile.n,
-        STEP=step, SPANS=spans,
+        PACKED=is_packed(x.dtype), CONVERTS=find_conversion(w, x.device), PLACES=places_floats(w, x.dtype, x.device),
+        DEPENDENT=depends, M=tile.m, N=tile.n, STEP=step, SPANS=spans,
         num_warps=tile.warps, num_stages=tile.stages, **dependent_launch.options(depends),
     )  # fmt: skip
     return out
@@ -105,8 +118,8 @@ def coded_skinny_kernel(
     eps, COLUMNS: tl.constexpr, FEATURES: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, STEPS: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
     GATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ROUNDED: tl.constexpr, NARROW: tl.constexpr,
-    PACKED: tl.constexpr, CONVERTS: tl.constexpr, DEPENDENT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    STEP: tl.constexpr, SPANS: tl.constexpr,
+    PACKED: tl.constexpr, CONVERTS: tl.constexpr, PLACES: tl.constexpr, DEPENDENT: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, STEP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     SIZE: tl.constexpr = STEP // 2 if KIND == _INT4 else STEP
     tile = tl.program_id(0)
@@ -122,8 +135,8 @@ def coded_skinny_kernel(
     here = row < rows
     acc, up, square = _sum_columns(
         total, x, added, norm, codes, scale, zero, first, tile, feature, there, row, here, COLUMNS, FEATURES, WIDTH,
-        STEPS, KIND, GROUP, ZERO, NORM, ADD, GATE, NARROW, PACKED, CONVERTS, M, N, STEP,
-        SPANS, SIZE,
+        STEPS, KIND, GROUP, ZERO, NORM, ADD, GATE, NARROW, PACKED, CONVERTS, PLACES, M, N,
+        STEP, SPANS, SIZE,
     )  # fmt: skip
     last = True
     if PIECES > 1:
@@ -132,7 +145,7 @@ def coded_skinny_kernel(
         if PIECES > 1:
             acc, up, square = _add_pieces(sums, squares, tile, row, here, rows, PIECES, NORM, GATE, M, N)
             tl.store(arrived + tile, 0)
-        shift = 1.0 / _SHIFTED if CONVERTS else 1.0
+        shift = _MADE_UP if PLACES else 1.0 / _SHIFTED if CONVERTS else 1.0
         acc = acc * (tl.load(factor + feature, mask=there, other=0.0) * shift)[None, :]
         if GATE:
             up = up * (tl.load(factor + FEATURES + feature, mask=there, other=0.0) * shift)[None, :]
@@ -150,8 +163,8 @@ def _sum_columns(
     total, x, added, norm, codes, scale, zero, first, tile, feature, there, row, here,
     COLUMNS: tl.constexpr, FEATURES: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, KIND: tl.constexpr,
     GROUP: tl.constexpr, ZERO: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr,
-    NARROW: tl.constexpr, PACKED: tl.constexpr, CONVERTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    STEP: tl.constexpr, SPANS: tl.constexpr, SIZE: tl.constexpr,
+    NARROW: tl.constexpr, PACKED: tl.constexpr, CONVERTS: tl.constexpr, PLACES: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, STEP: tl.constexpr, SPANS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Returns (products, those of the second half of the features, squares of the rows) of a piece of the columns.
 
@@ -187,13 +200,17 @@ def _sum_columns(
                     wide = value.to(tl.float32)
                     square += tl.sum(wide * wide, 1)
                     weight = tl.load(norm + at, mask=inside, other=0.0)
+                    if PLACES:
+                        weight = weight * tl.full([1], ENLARGED, weight.dtype)
                     if not NARROW:
                         value = (wide * weight.to(tl.float32)[None, :]).to(value.dtype)
+                elif PLACES:
+                    value = value * tl.full([1, 1], ENLARGED, value.dtype)
                 acc = _coded_step(acc, value, held, half, weight, groups[half][0], groups[half][1], KIND, GROUP, ZERO,
-                                  PACKED, CONVERTS, NORM and NARROW)  # fmt: skip
+                                  PACKED, CONVERTS, PLACES, NORM and NARROW)  # fmt: skip
                 if GATE:
                     up = _coded_step(up, value, other, half, weight, groups[half][2], groups[half][3], KIND, GROUP,
-                                     ZERO, PACKED, CONVERTS, NORM and NARROW)  # fmt: skip
+                                     ZERO, PACKED, CONVERTS, PLACES, NORM and NARROW)  # fmt: skip
             groups = later
     return tl.trans(acc), tl.trans(up), square
 
@@ -291,13 +308,16 @@ def _load_codes(
 @triton.jit
 def _coded_step(
     acc, value, held, half: tl.constexpr, weight, size, less, KIND: tl.constexpr, GROUP: tl.constexpr,
-    ZERO: tl.constexpr, PACKED: tl.constexpr, CONVERTS: tl.constexpr, SCALED: tl.constexpr,
+    ZERO: tl.constexpr, PACKED: tl.constexpr, CONVERTS: tl.constexpr, PLACES: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Returns ``acc`` [N, M] plus the product of codes ``held`` [N, SIZE], of 4 bits the ``half`` of each byte, with
     ``value`` [M, SIZE].
     """
     zero = less[:, None] if ZERO else less
-    numbers = decode_codes(held, half, zero, value.dtype, KIND, ZERO, PACKED, CONVERTS)
+    if PLACES:
+        numbers = place_floats(held, PACKED)
+    else:
+        numbers = decode_codes(held, half, zero, value.dtype, KIND, ZERO, PACKED, CONVERTS)
     if SCALED:
         numbers = numbers.to(weight.dtype) * weight[None, :]
     numbers = numbers.to(value.dtype)
