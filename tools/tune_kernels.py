@@ -45,7 +45,7 @@ GRIDS = {
     "attend_decode": ((16,), (16, 32, 64)),
     "attend_prefill": ((16, 32, 64, 128), (16, 32, 64, 128)),
     "coded_skinny": ((8, 16), (32, 64, 128)),
-    "experts": ((16, 32, 64, 128), (32, 64, 128)),
+    "experts": ((16, 32, 64, 128), (32, 64, 128, 256)),
     "coded_experts": ((16, 32, 64, 128), (16, 32, 64, 128)),
     "quantised": ((16, 32, 64, 128), (32, 64, 128)),
     "attend_windows": ((16, 32, 64), (64,)),
@@ -72,7 +72,7 @@ def candidates(kernel: str, entry: TileEntry) -> Iterator[Tile]:
     """
     queries, keys = GRIDS[kernel]
     stages = STAGES if (entry.bits == 16 and kernel != "attend_windows") or kernel in PRODUCTS else (1,)
-    counts = (2, 4) if kernel in ("coded_skinny", "coded_experts") else WARPS
+    counts = (2, 4) if kernel == "coded_skinny" else (2, 4, 8) if kernel == "coded_experts" else WARPS
     tiles = itertools.starmap(Tile, itertools.product(queries, keys, counts, stages))
     for m, n, warps, count in sorted(tiles, key=lambda tile: unlikeness(tile, entry.tile)):
         if kernel == "coded_skinny" and (m == skinny_quantised_gemm.FEW) != (entry.length == "few"):

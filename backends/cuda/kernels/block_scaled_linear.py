@@ -1,5 +1,5 @@
 """Products of 8-bit floats by 8-bit floats with a scale for each 128 x 128 block of the weight and each 128 columns of
-a token, as DeepSeek's and Qwen's FP8 checkpoints ask for (``weight_block_size``).
+a token, as FP8 checkpoints with ``weight_block_size`` ask for.
 
 The product is cuBLAS', by torch's ``scaled_mm``: on sm_90, with CUDA 12.9 or newer. It wants the scales of tokens
 column by column, as many rows as a multiple of four, and those of blocks in columns that are filled up to a multiple of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ ONE_ROW = LayerCase((5,), kv_heads=1, spare=0, hidden=64, inner=64)
 
 
 def layers(device: torch.device, count: int = 2, case: LayerCase = ONE_ROW) -> list[DependentLaunch]:
-    """The launches of layers of ``case`` that follow each other in one graph."""
+    """The launches of layers of ``case`` that follow each other in one graph, in which no memory is used twice."""
     run = LayerRun(case, device)
     ops: Any = CudaOps()
     layer = run.layer(ops)
@@ -40,7 +41,27 @@ def layers(device: torch.device, count: int = 2, case: LayerCase = ONE_ROW) -> l
         for _ in range(count):
             x, residual = ops.layer(layer, x, residual, rotary, run.ready.tensors.attn)
 
-    return recorded(chain)
+    with pytest.MonkeyPatch.context() as patch:
+        kept = keep_allocations(patch)
+        found = recorded(chain)
+    assert kept
+    return found
+
+
+def keep_allocations(patch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Keeps all new tensors alive in the list that is returned, so that an address stands for one tensor."""
+    kept: list[Tensor] = []
+
+    def keeping(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            kept.append(make(*args, **kwargs))
+            return kept[-1]
+
+        return made
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+        patch.setattr(owner, name, keeping(getattr(owner, name)))
+    return kept
 
 
 def test_layers_are_ordered(device: torch.device) -> None:
