@@ -66,3 +66,11 @@ def test_a_forced_tile_is_used(device: torch.device) -> None:
         assert tile_sizes.pick("attend_decode", q, 1) == other != found
     finally:
         tile_sizes.FORCED.clear()
+
+
+def test_lines_of_any_length_come_after_those_of_each_class() -> None:
+    """A long prompt over codes has the tile of its heads, not the one of the largest heads, whose line is for all."""
+    for arch in (80, 90):
+        long = tile_sizes.find("attend_prefill_codes", arch, 16, 64, 7, "long")
+        assert tile_sizes.find("attend_prefill_codes", arch, 16, 64, 7, "plain", "long") == long
+        assert long.m == 64

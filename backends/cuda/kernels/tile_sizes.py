@@ -75,8 +75,9 @@ def find(kernel: str, arch: int, bits: int, head: int, group: int, *lengths: str
         LookupError: no line fits.
     """
     for length in lengths:
+        allowed = (length, "any") if length == lengths[-1] else (length,)
         for e in entries(kernel, max((a for a in SHARED if a <= arch), default=0)):
-            if e.bits == bits and head <= e.head and group <= e.group and e.length in (length, "any"):
+            if e.bits == bits and head <= e.head and group <= e.group and e.length in allowed:
                 return e.tile
     said = " or ".join(lengths)
     raise LookupError(f"{kernel}: no tile for sm_{arch}, {bits} bits, heads of {head}, groups of {group}, {said}")
