@@ -125,6 +125,14 @@ PRODUCT, ATTENTION, ROWS, HEAD, COLLECTIVE = "products", "attention", "small ker
 KINDS = (PRODUCT, ATTENTION, ROWS, HEAD, COLLECTIVE)
 
 
+class TileLoads(NamedTuple):
+    """What a grouped product loads, as fields of ``RecordedKernel``."""
+
+    loads: int = 0
+    weight_loads: int = 0
+    padding: float = 1.0
+
+
 @dataclass(frozen=True)
 class RecordedKernel:
     """One kernel of a recorded launch; for a collective, ``bytes`` are those of its message.

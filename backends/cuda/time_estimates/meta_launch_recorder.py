@@ -30,6 +30,7 @@ from trencadis.backends.cuda.time_estimates.kernel_times import (
     PRODUCT,
     ROWS,
     RecordedKernel,
+    TileLoads,
 )
 from trencadis.backends.cuda.weights.decoded_pieces import choose_programs
 from trencadis.backends.cuda.weights.quantised_weight import E4M3, E5M2, FP4, INT4, INT8
@@ -88,7 +89,6 @@ NO_KERNEL = (
 """Torch calls that start no kernel."""
 
 
-NO_TILES = 0, 0, 1.0
 GRID = ((1 << 31) - 1, 65_535, 65_535)
 """Most programs of a launch along each axis."""
 
@@ -129,7 +129,7 @@ class KernelRecorder:
         found = _READS.get(name, _all_bytes)(args, self._context)
         kind = ATTENTION if name in ATTENDING else HEAD if name in HEADS else ROWS
         flops = codes = 0
-        tiles = NO_TILES
+        tiles = TileLoads()
         decoding = DECODING.get(f"{name}, {args.get('M')} rows") or DECODING.get(name, {})
         each = decoding.get(args.get("KIND", -1), 0.0)
         integers = name in INTEGER_PRODUCTS and args.get("ROUNDED") and args.get("KIND") == INT8
@@ -264,20 +264,20 @@ def _filled_tiles(count: int, pairs: int, rows: int) -> float:
     return max(chosen, pairs / rows + chosen / 2)
 
 
-def _tile_traffic(args: KernelArguments) -> tuple[int, int, float]:
-    """Returns (bytes that the programs of experts load, those of weights, rows of tiles over the pairs that they have).
+def _tile_traffic(args: KernelArguments) -> TileLoads:
+    """Returns the bytes that the programs of experts load, and the rows of their tiles over the pairs that they have.
 
     A program loads the rows of its tile and the weights of its features.
     """
-    out, x, m = args["out"], args["x"], args["M"]
-    weight = args.get("weight", args.get("codes"))
-    assert isinstance(weight, Tensor)
-    count, features, width = weight.shape
+    out, x = args["out"], args["x"]
+    weight: Tensor = args["weight"] if "weight" in args else args["codes"]
+    (count, features, width), m = weight.shape, args["M"]
     columns = args.get("columns", width)
     tiles, blocks = _filled_tiles(count, len(out), m), -(-out.shape[1] // args["N"])
     beside = features // out.shape[1]  # 2: gates and ups
     weights = tiles * blocks * args["N"] * beside * width * weight.itemsize
-    return round(weights + tiles * blocks * m * columns * x.itemsize), round(weights), tiles * m / len(out)
+    loads = weights + tiles * blocks * m * columns * x.itemsize
+    return TileLoads(round(loads), round(weights), tiles * m / len(out))
 
 
 def _expert_bytes(args: KernelArguments, context: Sequence[int]) -> int:
