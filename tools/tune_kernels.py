@@ -77,6 +77,8 @@ def candidates(kernel: str, entry: TileEntry) -> Iterator[Tile]:
     for m, n, warps, count in sorted(tiles, key=lambda tile: unlikeness(tile, entry.tile)):
         if kernel == "coded_skinny" and (m == skinny_quantised_gemm.FEW) != (entry.length == "few"):
             continue
+        if entry.length == "prompt" and m != entry.tile.m:
+            continue  # both products of experts have the same rows, of which one line says how many
         if kernel == "attend_prefill" and n > MOST_KEYS and entry.length != "plain":
             continue
         if m >= entry.group and (kernel in PRODUCTS or STEP % n == 0) and m * n >= 32 * warps:
@@ -101,8 +103,9 @@ def launches(kernel: str, entry: TileEntry, device: torch.device) -> list[cases.
         return skinny_products(entry, device, ("int4", "fp8") if kernel == "coded_skinny" else ("",))
     if kernel in ("experts", "coded_experts"):
         codes = Scheme(4, group=32) if kernel == "coded_experts" else None
-        sizes = (1, 8) if entry.length == "few" else (256, 4096)
-        return [layer_cases.experts(rows, device, codes=codes) for rows in sizes]
+        sizes = {"few": (1, 8), "prompt": (2048, 8192)}.get(entry.length, (512, 1024))
+        # Lines of experts' second product alone are measured with both products of experts without gates.
+        return [layer_cases.experts(rows, device, codes=codes, gated=entry.group > 0) for rows in sizes]
     d = entry.head
     dtype = torch.bfloat16 if entry.bits == 16 else torch.float16
     models = [cases.Model(16, 2, d, dtype), cases.Model(28, 4, d, dtype)]

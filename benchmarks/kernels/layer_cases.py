@@ -81,11 +81,14 @@ def layer(name: str, shape: LayerShape, rows: int, device: torch.device, dtype: 
     )  # fmt: skip
 
 
-def experts(rows: int, device: torch.device, small: bool = False, codes: Scheme | None = None) -> Case:
-    """The experts of one layer, of which each token takes some; as ``codes`` if given."""
+def experts(
+    rows: int, device: torch.device, small: bool = False, codes: Scheme | None = None, gated: bool = True
+) -> Case:
+    """The experts of one layer, of which each token takes some: as ``codes`` if given, gated unless told."""
     count, top, inner, hidden = (4, 2, 32, 64) if small else (EXPERTS, TOP, EXPERT_INNER, EXPERT_HIDDEN)
     dtype = torch.float32 if small else DTYPE
-    gate_up = [torch.randn(2 * inner, hidden, dtype=dtype, device=device) / hidden**0.5 for _ in range(count)]
+    sides, kind = (2, "silu") if gated else (1, "relu2")
+    gate_up = [torch.randn(sides * inner, hidden, dtype=dtype, device=device) / hidden**0.5 for _ in range(count)]
     down = [torch.randn(hidden, inner, dtype=dtype, device=device) / inner**0.5 for _ in range(count)]
     x, scores = (torch.randn(rows, n, dtype=dtype, device=device) for n in (hidden, count))
     held: Any = CudaOps().pack_experts(gate_up, down)
@@ -97,15 +100,15 @@ def experts(rows: int, device: torch.device, small: bool = False, codes: Scheme 
     reference = ops.pack_experts(gate_up, down)
 
     def run() -> Tensor:
-        return fused_moe.run(x, scores, held, top, True, "silu")
+        return fused_moe.run(x, scores, held, top, True, kind)
 
     used = min(count, rows * top)
     size = used * held.nbytes // count
-    label = "" if codes is None else f" of {codes.label}"
+    label = ("" if gated else " without gates") + ("" if codes is None else f" of {codes.label}")
     return Case(
         f"experts {count} take {top}{label}, {rows} rows", "experts", run, bytes=size,
-        flops=6 * rows * top * inner * hidden, bound="read" if rows <= 64 else "flops",
-        check=lambda: float((run() - ops.experts(x, scores, reference, top, True, "silu")).float().abs().max()),
+        flops=2 * (sides + 1) * rows * top * inner * hidden, bound="read" if rows <= 64 else "flops",
+        check=lambda: float((run() - ops.experts(x, scores, reference, top, True, kind)).float().abs().max()),
     )  # fmt: skip
 
 
@@ -117,6 +120,8 @@ def cases(device: torch.device, small: bool = False) -> Iterator[Case]:
         yield layer("narrow", SMALL["narrow"], 1, device, torch.float32)
         yield experts(3, device, small=True)
         yield experts(3, device, small=True, codes=Scheme(4, group=32))
+        yield experts(300, device, small=True)  # tiles of prompts
+        yield experts(3, device, small=True, gated=False)
         return
     for out, columns in ((2560, 2048), (37_888, 3584), (3584, 18_944)):
         for rows in (1, 16):

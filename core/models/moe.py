@@ -98,21 +98,26 @@ class SigmoidRouter:
         r = self.routing
         if r.top_groups < r.groups:
             grouped = choice.view(len(choice), r.groups, -1)
-            best = choose_best(grouped.topk(2, dim=-1).values.sum(-1), r.top_groups)
-            inside = torch.zeros_like(grouped[:, :, 0]).scatter(1, best, 1.0)
-            choice = torch.where(inside[:, :, None] > 0, grouped, UNTAKEN).view(choice.shape)
-        return torch.zeros_like(choice).scatter(1, choose_best(choice, self.top), 1.0) > 0
+            inside = mark_best(grouped.topk(2, dim=-1).values.sum(-1), r.top_groups)
+            choice = torch.where(inside[:, :, None], grouped, UNTAKEN).view(choice.shape)
+        return mark_best(choice, self.top)
 
     @property
     def bytes(self) -> int:
         return self.weight.nbytes + self.correction.nbytes
 
 
-def choose_best(scores: Tensor, count: int) -> Tensor:
-    """Returns int64 [n, count]: the places of the best ``scores`` [n, all], of equal ones the lowest; ``topk`` takes
-    any.
+def mark_best(scores: Tensor, count: int) -> Tensor:
+    """Returns bool [n, all]: True at the ``count`` best ``scores`` [n, all], of equal ones the lowest places; NaN is
+    above any number.
+
+    Not a stable sort, which not every device has: ``topk`` gives the least score that is taken, whichever ones it took.
     """
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    scores = torch.where(scores.isnan(), torch.inf, scores)
+    least = scores.topk(count, dim=-1).values[:, -1:]
+    better, equal = scores > least, scores == least
+    left = count - better.sum(-1, keepdim=True, dtype=torch.int32)
+    return better | (equal & (equal.cumsum(-1, dtype=torch.int32) <= left))
 
 
 UNTAKEN = -1e30

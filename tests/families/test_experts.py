@@ -26,7 +26,7 @@ from trencadis.core.checkpoint.decoder_layer_config import ExpertsConfig, Sigmoi
 from trencadis.core.checkpoint.weight_file_reader import open_weights
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.weight_bytes import decoder_values
-from trencadis.core.models.moe import SigmoidRouter
+from trencadis.core.models.moe import SigmoidRouter, mark_best
 from trencadis.core.shapes.launch_costs import costs_of, layers_values
 
 HIDDEN, INNER, COUNT, TOP = 40, 24, 8, 3
@@ -117,6 +117,14 @@ def test_a_router_of_sigmoids_takes_the_lowest_of_equal_experts() -> None:
         scores, _ = router(normal(3, HIDDEN))
         taken = (scores > -1e29).nonzero().view(3, -1, 2)[:, :, 1].tolist()
         assert taken == [want] * 3, (groups, best)
+
+
+def test_the_best_are_those_of_a_stable_sort() -> None:
+    nan = float("nan")
+    for count in (1, 3, 8):
+        scores = torch.cat([normal(50, 8).round(), torch.tensor([[nan, 1, nan, 2, nan, nan, 0, 0], [nan] * 8])])
+        order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+        assert torch.equal(mark_best(scores, count), torch.zeros(52, 8).scatter(1, order, 1.0) > 0)
 
 
 def test_an_expert_that_nobody_chose_may_overflow() -> None:

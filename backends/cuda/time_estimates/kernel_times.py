@@ -125,6 +125,14 @@ PRODUCT, ATTENTION, ROWS, HEAD, COLLECTIVE = "products", "attention", "small ker
 KINDS = (PRODUCT, ATTENTION, ROWS, HEAD, COLLECTIVE)
 
 
+class TileLoads(NamedTuple):
+    """What a grouped product loads, as fields of ``RecordedKernel``."""
+
+    loads: int = 0
+    weight_loads: int = 0
+    padding: float = 1.0
+
+
 @dataclass(frozen=True)
 class RecordedKernel:
     """One kernel of a recorded launch; for a collective, ``bytes`` are those of its message.
@@ -135,6 +143,7 @@ class RecordedKernel:
         programs: of its grid; 0: unknown.
         rate: of its operations, over those of 16 bits.
         loads: bytes that all its programs load, each as often as it is loaded; 0: unknown.
+        weight_loads: those of them that are of weights.
         padding: operations of whole tiles over ``flops``.
     """
 
@@ -147,6 +156,7 @@ class RecordedKernel:
     programs: int = 0
     rate: float = 1.0
     loads: int = 0
+    weight_loads: int = 0
     padding: float = 1.0
 
 

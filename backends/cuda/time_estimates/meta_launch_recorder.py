@@ -30,6 +30,7 @@ from trencadis.backends.cuda.time_estimates.kernel_times import (
     PRODUCT,
     ROWS,
     RecordedKernel,
+    TileLoads,
 )
 from trencadis.backends.cuda.weights.decoded_pieces import choose_programs
 from trencadis.backends.cuda.weights.quantised_weight import E4M3, E5M2, FP4, INT4, INT8
@@ -127,8 +128,8 @@ class KernelRecorder:
         """Records a launch of a Triton kernel."""
         found = _READS.get(name, _all_bytes)(args, self._context)
         kind = ATTENTION if name in ATTENDING else HEAD if name in HEADS else ROWS
-        flops = codes = loads = 0
-        padding = 1.0
+        flops = codes = 0
+        tiles = TileLoads()
         decoding = DECODING.get(f"{name}, {args.get('M')} rows") or DECODING.get(name, {})
         each = decoding.get(args.get("KIND", -1), 0.0)
         integers = name in INTEGER_PRODUCTS and args.get("ROUNDED") and args.get("KIND") == INT8
@@ -151,7 +152,7 @@ class KernelRecorder:
         if name in EXPERTS:
             flops, programs = 2 * len(args["out"]) * args["weight"][0].numel(), 0
         if name in (*EXPERTS, *CODED_EXPERTS):
-            loads, padding = _tile_traffic(args)
+            tiles = _tile_traffic(args)
         if name in CODED_EXPERTS:
             each_expert = args["codes"].shape[1] * args["columns"]
             flops, programs = 2 * len(args["out"]) * each_expert, 0
@@ -161,7 +162,7 @@ class KernelRecorder:
         if name in _STATE_PRODUCTS:
             codes, each = _STATE_PRODUCTS[name](args), 1.0
         waves = programs if flops else 0
-        self.kernels.append(RecordedKernel(name, kind, found, flops, codes, each, waves, rate, loads, padding))
+        self.kernels.append(RecordedKernel(name, kind, found, flops, codes, each, waves, rate, *tiles))
 
     def record_call(self, name: str, args: object, out: object) -> None:
         """Records a call of torch."""
@@ -263,20 +264,20 @@ def _filled_tiles(count: int, pairs: int, rows: int) -> float:
     return max(chosen, pairs / rows + chosen / 2)
 
 
-def _tile_traffic(args: KernelArguments) -> tuple[int, float]:
-    """Returns (bytes that the programs of experts load, rows of their tiles over the pairs that they have).
+def _tile_traffic(args: KernelArguments) -> TileLoads:
+    """Returns the bytes that the programs of experts load, and the rows of their tiles over the pairs that they have.
 
     A program loads the rows of its tile and the weights of its features.
     """
-    out, x, m = args["out"], args["x"], args["M"]
-    weight = args.get("weight", args.get("codes"))
-    assert isinstance(weight, Tensor)
-    count, features, width = weight.shape
+    out, x = args["out"], args["x"]
+    weight: Tensor = args["weight"] if "weight" in args else args["codes"]
+    (count, features, width), m = weight.shape, args["M"]
     columns = args.get("columns", width)
     tiles, blocks = _filled_tiles(count, len(out), m), -(-out.shape[1] // args["N"])
     beside = features // out.shape[1]  # 2: gates and ups
-    each = m * columns * x.itemsize + args["N"] * beside * width * weight.itemsize
-    return round(tiles * blocks * each), tiles * m / len(out)
+    weights = tiles * blocks * args["N"] * beside * width * weight.itemsize
+    loads = weights + tiles * blocks * m * columns * x.itemsize
+    return TileLoads(round(loads), round(weights), tiles * m / len(out))
 
 
 def _expert_bytes(args: KernelArguments, context: Sequence[int]) -> int:

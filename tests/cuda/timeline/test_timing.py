@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.times import MODELS, PUBLISHED, SHORT, Published, estimate, text_of
-from benchmarks.gpu.times_table import table_lines
+from benchmarks.gpu.times_table import estimate_vllm, table_lines
 from benchmarks.host.step import Load
 from benchmarks.host.timeline import played, recorded
 from tests.plan.test_states import LARGE
@@ -316,6 +316,23 @@ def test_the_table_has_vllm_beside_each_figure(kind: str) -> None:
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[:2] == ["3B", kind] and len(cells) == head.count("|") - 1 == 10
     assert all(re.fullmatch(r"[\d.,]+ / [\d.,]+", cell) for cell in cells[2:]), cells
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+def test_prompts_of_coded_experts_take_hardly_longer_than_those_of_16_bits(kind: str) -> None:
+    model, on = MODELS["30B-A3B"][0](), kernel_times.card("H100")
+    plain, coded = (
+        sum(time_of(kernels, on).total for kernels in DecodeRecorder(one).prompt(8192))
+        for one in (model, replace(model, quant=online(kind)))
+    )
+    assert coded <= 1.1 * plain
+
+
+def test_vllm_loads_experts_as_codes() -> None:
+    """Weights that its tiles load have fewer bytes, in fp8 rows too."""
+    model, on = MODELS["30B-A3B"][0](), kernel_times.card("H100")
+    plain, int4, fp8 = (estimate_vllm(model, kind, 1, on, 1024, (16,), (8192,)) for kind in ("", "int4", "fp8"))
+    assert int4.steps[16] < 0.5 * plain.steps[16] and fp8.prompts[8192] < int4.prompts[8192] < plain.prompts[8192]
 
 
 def test_other_devices_have_no_figures() -> None:
