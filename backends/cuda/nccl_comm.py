@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cuda.kernels.gpu_platform import in_use
+from trencadis.backends.cuda.shape_policy import PEER_SUMS
 from trencadis.core import envs
 from trencadis.core.device.backend import BackendConfig
 
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
 _gather: Callable[..., Any] = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 """torch 2.13 renames this function and warns about the old name."""
-
-
-PEER_SUMS = "TRENCADIS_CUDA_PEER_SUMS"
 
 
 def _wants_peer_sums() -> bool:

@@ -121,7 +121,7 @@ WARMUP = WarmupTimes(bucket=0.05, layer=0.006, stage=10.0)
 22897 and 46389). The dozen kernels of a stage are compiled once for all of its shapes, at 0.8 seconds each on a core of
 an EPYC Zen 5 (``tools/kernel_resources.py``); later starts find them in Triton's cache.
 """
-SUMS_ENV = "TRENCADIS_CUDA_PEER_SUMS"
+PEER_SUMS = "TRENCADIS_CUDA_PEER_SUMS"
 
 SUMS_ONCE, SUMS_TWICE = 512 << 10, 4 << 20
 """Bytes of the longest messages that ranks sum over each other's memory in one step and in two."""
@@ -133,7 +133,7 @@ def sum_bytes(ranks: int) -> int:
     gloo on the twin of a card.
     """
     twin = envs.get_bool("TRENCADIS_CUDA_TWIN")
-    if not 2 <= ranks <= 8 or twin or not envs.get_bool(SUMS_ENV):
+    if not 2 <= ranks <= 8 or twin or not envs.get_bool(PEER_SUMS):
         return 0
     block = 1024
     once = 2 * SUMS_ONCE + 4 * ranks * (SUMS_ONCE // 2 // block)

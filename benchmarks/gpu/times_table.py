@@ -89,7 +89,9 @@ def _as_vllm(kernel: RecordedKernel, kind: str, rows: int) -> RecordedKernel:
     rate = EIGHT_BITS if kind == "fp8" else 1.0
     if kernel.name in EXPERTS:
         share = BITS[kind] / 16
-        return replace(kernel, bytes=int(kernel.bytes * share), loads=int(kernel.loads * share), rate=rate)
+        rows_share = share if kind == "fp8" else 1.0
+        loads = int(kernel.weight_loads * share + (kernel.loads - kernel.weight_loads) * rows_share)
+        return replace(kernel, bytes=int(kernel.bytes * share), rate=rate, loads=loads)
     weights = kernel.flops // (2 * rows)
     saved = int(2 * weights * (1 - BITS[kind] / 16))
     return replace(kernel, bytes=max(kernel.bytes - saved, 0), rate=rate)

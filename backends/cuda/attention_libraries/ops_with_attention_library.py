@@ -145,7 +145,8 @@ OPTION = "attention"
 class RequestedAttention(NamedTuple):
     """The attention to use: a library, or None for the engine's own kernels, and notes that explain it.
 
-    ``asked`` is False if nobody asked for the library: then it attends to prompts alone, once it was compared.
+    ``asked`` is False for a library that the flag does not name: it attends to prompts alone, if a comparison at the
+    start finds its values right.
     """
 
     library: SelectedLibrary | None
@@ -203,7 +204,7 @@ class RequestedAttention(NamedTuple):
 
 
 def prompts_note(found: SelectedLibrary) -> str:
-    """Returns the line about a library that attends to prompts though nobody asked for it."""
+    """Returns the line about a library that attends to prompts by default."""
     return (
         f"attention of prompts: {found.label}, which is installed and agrees with this engine's own kernels; of other "
         f"launches: these (--attention-backend {OWN_KERNELS}: of all)"

@@ -2,7 +2,7 @@
 times up.
 
 The values are those of ``norms`` or ``activation`` followed by a rounding of their results, bit for bit: what is normed
-is rounded to the stream's dtype first, though nobody stores it. A token has one scale, or one for each group of its
+is rounded to the stream's dtype first, as if it were stored. A token has one scale, or one for each group of its
 columns.
 """
 
@@ -33,7 +33,7 @@ _NEAREST = tl.constexpr(12582912.0)
 
 
 class Rounding(NamedTuple):
-    """What a product wants of its activations.
+    """How a product's activations are rounded.
 
     Args:
         kind: ``INT8`` or ``E4M3``.

@@ -54,7 +54,7 @@ activations that were not rounded, which codes cost 2.6 to 3 % of.
 
 
 class _Proof:
-    """What was found of this process' card."""
+    """Whether ``prove`` has found the product right in this process."""
 
     passed = False
 

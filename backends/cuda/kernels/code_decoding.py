@@ -96,29 +96,30 @@ _HIGH_BF16 = tl.constexpr(take_codes("bf16x2", 0x3F803F80, 0x43434343, True))
 _LOW_F16 = tl.constexpr(take_codes("f16x2", 0x3C003C00, 0x64646464, False))
 _HIGH_F16 = tl.constexpr(take_codes("f16x2", 0x3C003C00, 0x64646464, True))
 
-_BITS_F16 = tl.constexpr("""{
-    .reg .b32 a, b;
-    prmt.b32 a, $2, 0, 0x1804;
-    prmt.b32 b, $2, 0, 0x3a24;
-    shr.s32 a, a, 1;
-    shr.s32 b, b, 1;
-    and.b32 $0, a, 0xbf80bf80;
-    and.b32 $1, b, 0xbf80bf80;
-    }""")
-"""Two pairs of float16, e4m3 / ``SHIFTED``. Each code is the upper byte of a half word; the byte between two codes
-holds copies of the lower one's sign, of which the shift brings one to the place of that half's sign.
-"""
 
-_PLACED_BF16 = tl.constexpr("""{
+def move_bits(shift: int, mask: int) -> str:
+    """Returns PTX that makes two pairs of 16-bit floats of four e4m3 codes by their bits alone: the sign stays the
+    first bit, and exponent and mantissa are ``shift`` bits behind it.
+
+    Each code is the upper byte of a half word; the byte between two codes holds copies of the lower one's sign, of
+    which the shift brings one to the place of that half's sign.
+    """
+    return f"""{{
     .reg .b32 a, b;
     prmt.b32 a, $2, 0, 0x1804;
     prmt.b32 b, $2, 0, 0x3a24;
-    shr.s32 a, a, 4;
-    shr.s32 b, b, 4;
-    and.b32 $0, a, 0x87f087f0;
-    and.b32 $1, b, 0x87f087f0;
-    }""")
-"""Two pairs of bfloat16, e4m3 / ``PLACED``: the moved bits alone. Codes below 2^-6 are subnormal bfloat16 then."""
+    shr.s32 a, a, {shift};
+    shr.s32 b, b, {shift};
+    and.b32 $0, a, {mask:#x};
+    and.b32 $1, b, {mask:#x};
+    }}"""
+
+
+_BITS_F16 = tl.constexpr(move_bits(1, 0xBF80BF80))
+"""e4m3 / ``SHIFTED``, in float16."""
+
+_PLACED_BF16 = tl.constexpr(move_bits(4, 0x87F087F0))
+"""e4m3 / ``PLACED``, in bfloat16. Codes below 2^-6 are subnormal bfloat16 then."""
 
 _BITS_BF16 = tl.constexpr("""{
     .reg .b32 a, b, by, none;

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trencadis.backends.cuda.kernels import quantised_linear, tile_sizes
 from trencadis.backends.cuda.kernels.activation import adjust_up, apply_activation
+from trencadis.backends.cuda.kernels.activation_rounding import round_rows
 from trencadis.backends.cuda.kernels.code_decoding import NO_CONVERSION, decode_codes, find_conversion, is_packed
 from trencadis.backends.cuda.weights.quantised_weight import E4M3, FOUR_BITS, FP4, INT8, SHIFTED
 from trencadis.backends.cuda.weights.stacked_experts import StackedCodes
@@ -112,7 +113,7 @@ def _read_rows(x: Tensor, w: StackedCodes, pairs: PairTiles) -> ReadRows:
         x, each = given, 1
     if not w.rounds:
         return ReadRows(x, None, each)
-    codes, scale = quantised_linear.round_rows(x, torch.int8 if w.kind == INT8 else x.dtype)
+    codes, scale = round_rows(x, torch.int8 if w.kind == INT8 else x.dtype)
     return ReadRows(codes, scale, each)
 
 

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from trencadis.backends.cuda.kernels import block_scaled_linear, tile_sizes
 from trencadis.backends.cuda.kernels.activation_rounding import RoundedRows, Rounding, round_to
-from trencadis.backends.cuda.kernels.activation_rounding import round_rows as round_rows
 from trencadis.backends.cuda.kernels.code_decoding import decode_codes, find_conversion, is_packed
 from trencadis.backends.cuda.kernels.gpu_platform import in_use
 from trencadis.backends.cuda.weights.decoded_pieces import DENSE_TILE, choose_piece

@@ -126,7 +126,7 @@ KINDS = (PRODUCT, ATTENTION, ROWS, HEAD, COLLECTIVE)
 
 
 class TileLoads(NamedTuple):
-    """What a grouped product loads, as fields of ``RecordedKernel``."""
+    """Bytes that a product of experts loads, and the padding of its tiles: fields of ``RecordedKernel``."""
 
     loads: int = 0
     weight_loads: int = 0

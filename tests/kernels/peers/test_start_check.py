@@ -14,7 +14,7 @@ from tests.oracles.layers.checked_ranks import CheckedRanks, Fault
 from trencadis.backends.cuda import nccl_comm
 from trencadis.backends.cuda.kernels import gpu_platform
 from trencadis.backends.cuda.kernels.peers import one_shot_reduce, start_check, symmetric_memory, two_shot_reduce
-from trencadis.backends.cuda.shape_policy import sum_bytes
+from trencadis.backends.cuda.shape_policy import PEER_SUMS, sum_bytes
 from trencadis.core.errors import StartupError
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -123,7 +123,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, open_sums: Callable[..., Any], **env
     monkeypatch.setattr(symmetric_memory, "open_peer_memory", open_sums)
     monkeypatch.setattr(torch.distributed, "new_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, group=None: x.mul_(2))
-    monkeypatch.delenv(nccl_comm.PEER_SUMS, raising=False)
+    monkeypatch.delenv(PEER_SUMS, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     cfg: Any = type("", (), {"rank": 0, "world": 2, "stages": 1, "dtype": torch.float32})

@@ -139,7 +139,7 @@ def can_fuse(layer: Any, x: Tensor, attn: Any, place: object = None) -> bool:
     """
     if not isinstance(layer, DecoderLayer) or not isinstance(attn, ItemAttn):
         return False
-    if not 0 < x.shape[0] <= skinny_gemm.FEW or attn.upto is not None or not _has_plain_norms_and_sums(layer):
+    if not 0 < x.shape[0] <= skinny_gemm.FEW or attn.upto is not None or not has_plain_norms_and_sums(layer):
         return False
     mixer: object = layer.attention  # a recurrent layer takes the place of attention
     if isinstance(mixer, GatedDeltaNet):
@@ -153,7 +153,8 @@ def can_fuse_mlp(mlp: object, x: Tensor) -> bool:
     return isinstance(mlp, GatedMLP) and mlp.act == "silu" and _take(x, mlp.gate_up, mlp.down)
 
 
-def _has_plain_norms_and_sums(layer: DecoderLayer) -> bool:
+def has_plain_norms_and_sums(layer: DecoderLayer) -> bool:
+    """Returns True for an RMS norm before attention and another before the MLP, and a plain sum behind each."""
     if layer.norms_after_sum or layer.norms_after_parts or layer.shapes_outputs:
         return False
     if layer.beside is not None or layer.sums_stream or layer.gives_kv:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trencadis.backends.cuda.kernels import quantised_linear
 from trencadis.backends.cuda.kernels.activation_rounding import RoundedRows, Rounding, round_to
+from trencadis.backends.cuda.kernels.layers.fused_layer import has_plain_norms_and_sums
 from trencadis.backends.cuda.kernels.layers.skinny_gemm import NormOf
 from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight
 from trencadis.core.device.backend import Attn, Rotary
@@ -76,9 +77,4 @@ def can_fuse(layer: object, x: Tensor) -> bool:
     """
     if not isinstance(layer, DecoderLayer) or not isinstance(layer.attention, Attention) or not len(x):
         return False
-    if layer.norms_after_sum or layer.norms_after_parts or layer.shapes_outputs:
-        return False
-    if layer.beside is not None or layer.sums_stream or layer.gives_kv:
-        return False
-    normed = isinstance(layer.input_norm, RMSNorm) and isinstance(layer.post_norm, RMSNorm)
-    return normed and _find_rounding(layer.attention.qkv, x) is not None
+    return has_plain_norms_and_sums(layer) and _find_rounding(layer.attention.qkv, x) is not None

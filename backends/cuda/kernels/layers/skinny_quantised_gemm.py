@@ -83,7 +83,8 @@ def product(
     """Multiplies as ``skinny_gemm.product`` does, by codes.
 
     Args:
-        scales: float32 [n], of tokens that ``rounded_rows.round_rows`` rounded, which have no norm here; None: of none.
+        scales: float32 [n], of tokens that ``activation_rounding.round_few`` rounded, which have no norm here; None: of
+            none.
         dtype: of the result; None: ``x``'s.
     """
     assert (scales is not None) == w.rounds and (scales is None or norm is None), "rounded after the norm"

@@ -51,7 +51,7 @@ class Sums(Protocol):
 
 
 class RankCalls(NamedTuple):
-    """What the check needs of a rank.
+    """The calls of one rank that the check makes.
 
     Args:
         rank, world: of this rank.
