@@ -117,8 +117,9 @@ class LayerRun:
             quantise = quantise_blocks if quantised.block > 1 else online_quant.quantise
             made = {n: quantise(w, quantised, self.dtype) for n, w in made.items()}
         made |= {n: 1 + self._random(s.hidden, scale=0.1) for n in ("input_norm", "post_norm")}
-        sinks = 2 * self._random(s.heads).float() if s.sinks else None
-        return made | {"bias": self._random(sizes["qkv"][0], scale=0.1), "sinks": sinks}
+        if s.sinks:
+            made["sinks"] = 2 * self._random(s.heads).float()
+        return made | {"bias": self._random(sizes["qkv"][0], scale=0.1)}
 
     def reset(self) -> None:
         """Fills the cache as it was before the launch."""
@@ -163,7 +164,7 @@ class LayerRun:
         from torch.nn import functional
 
         s, n = self.shape, len(self.contexts)
-        w = {name: self._values(t).to(self.device, dtype) for name, t in self.weights.items() if t is not None}
+        w = {name: self._values(t).to(self.device, dtype) for name, t in self.weights.items()}
 
         def norm(x: Tensor, weight: Tensor) -> Tensor:
             return x * torch.rsqrt(x.square().mean(1, keepdim=True) + EPS) * weight

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.kernels import attention_cases as cases
+from benchmarks.kernels import layer_cases
 from tools import tune_kernels
 from trencadis.backends.cuda.kernels import tile_sizes
 
@@ -20,6 +21,11 @@ def test_benchmark_launches_agree_with_torch(device: torch.device) -> None:
             assert case.check() < (1e-4 if "float32" in case.name else 2e-2), case.name
             checked += 1
     assert checked == 9
+
+
+def test_layers_and_experts_of_the_benchmark_agree_with_torch(device: torch.device) -> None:
+    checked = [case.check() for case in layer_cases.cases(device, small=True) if case.check is not None and case.bytes]
+    assert len(checked) == 7 and max(checked) < 1e-4, checked
 
 
 @pytest.mark.parametrize("kernel", tune_kernels.GRIDS)
